@@ -1,0 +1,400 @@
+"""What peers say to one another: frozen structs, decoded only after size and signature.
+
+Documented for other implementations in `proto/`; `proto/schema.json` is generated from here.
+Structs evolve by adding optional fields; unknown fields are ignored, unknown kinds refused.
+Token ids travel as little-endian int32 bytes, log-probs as little-endian float32 bytes: one
+memcpy to decode, where a MessagePack list costs a hundred times as much.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Union
+
+import msgspec
+from msgspec import Meta
+
+from echo2_mesh import limits
+from echo2_mesh.wire.types import (
+    AddressField,
+    BlobSizeField,
+    ChunkKind,
+    CountField,
+    DigestField,
+    HexIdField,
+    NameField,
+    RateField,
+    Reason,
+    Role,
+    RunIdField,
+    SecondsField,
+    ShortTextField,
+    SizeField,
+    StopReason,
+    TensorNameField,
+    VersionField,
+)
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of everything on the wire: immutable; subclasses repeat `kw_only`, which is not inherited."""
+
+
+# --- building blocks ---------------------------------------------------------------------------
+
+
+class ChunkRef(Value, kw_only=True):
+    """A blob by digest. Whoever holds it may serve it; the bytes must hash to `digest`."""
+
+    kind: ChunkKind
+    digest: DigestField
+    size_bytes: BlobSizeField
+
+
+class Sampling(Value, kw_only=True):
+    """How to sample. `seed` makes member i of a group use seed + i where the engine can."""
+
+    temperature: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    """0 is off."""
+    tokens_max: Annotated[int, Meta(ge=1, le=limits.PAYLOAD_TOKENS_MAX)] = 256
+    seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
+
+
+class Cohort(Value, kw_only=True):
+    """Machines whose numerics may be compared: engine, dtype and device."""
+
+    engine: NameField
+    dtype: NameField
+    device: NameField
+
+
+class VersionSpan(Value, kw_only=True):
+    """Policy `version` generated the tokens [start, end) of a trajectory."""
+
+    version: VersionField
+    start: CountField
+    end: CountField
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+class TensorSpan(Value, kw_only=True):
+    """A tensor inside a version's data section, in safetensors' dtype names and byte order.
+
+    The data section is the concatenation of the manifest's chunks; `offset_bytes` counts from
+    its start, so a safetensors header plus the chunks in order is a valid safetensors file.
+    """
+
+    name: TensorNameField
+    dtype: NameField
+    shape: Annotated[tuple[CountField, ...], Meta(max_length=16)]
+    offset_bytes: SizeField
+    size_bytes: SizeField
+
+
+class FileRef(Value, kw_only=True):
+    """A file that travels with the model, cut into blobs; `name` is a bare file name."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=4096)]
+
+
+class Probe(Value, kw_only=True):
+    """Log-probs of a fixed sequence under the published weights: an engine must match them.
+
+    `token_ids` int32 bytes [T]; `logprobs` float32 bytes [T-1], entry i for token i+1.
+    """
+
+    token_ids: Annotated[bytes, Meta(min_length=8, max_length=4 * limits.PROBE_TOKENS_MAX)]
+    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PROBE_TOKENS_MAX)]
+
+
+class TaskSpec(Value, kw_only=True):
+    """The task an actor must have to score: same code and arguments, same digest."""
+
+    task_id: NameField
+    args_json: Annotated[str, Meta(max_length=16 * limits.KIB)]
+    digest: DigestField
+
+
+class Manifest(Value, kw_only=True):
+    """One policy version, complete: its blob's digest names the policy. Signed by the learner."""
+
+    run_id: RunIdField
+    version: VersionField
+    base_version: VersionField | None = None
+    """What `patch` chunks apply to; None where every chunk is `full`."""
+    chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=limits.MANIFEST_CHUNKS_MAX)]
+    tensors: Annotated[tuple[TensorSpan, ...], Meta(max_length=limits.MANIFEST_TENSORS_MAX)]
+    tied: Annotated[
+        tuple[tuple[TensorNameField, TensorNameField], ...],
+        Meta(max_length=limits.MANIFEST_TENSORS_MAX),
+    ] = ()
+    """(alias, stored name): tied tensors are stored once."""
+    files: Annotated[tuple[FileRef, ...], Meta(max_length=limits.MANIFEST_FILES_MAX)]
+    state_digest: DigestField
+    """BLAKE3 over the whole data section."""
+    tokenizer_digest: DigestField
+    template_digest: DigestField
+    task: TaskSpec
+    probe: Probe
+    created_unix_ms: CountField = 0
+
+
+class Announce(Value, kw_only=True):
+    """Gossip: version `version` exists and `manifest` names it. Signed by the learner only.
+
+    `incarnation_unix_ms` is the learner process's start: a resumed learner announces again.
+    """
+
+    version: VersionField
+    manifest: ChunkRef
+    size_bytes: SizeField
+    incarnation_unix_ms: CountField
+
+
+# --- membership --------------------------------------------------------------------------------
+
+
+class Heartbeat(Value, kw_only=True):
+    """Gossip: I live, this is what I am doing. Ordered by (incarnation, sequence)."""
+
+    role: Role
+    state: NameField
+    incarnation_unix_ms: CountField
+    sequence: CountField
+    name: Annotated[str, Meta(max_length=64)] = ""
+    addresses: Annotated[tuple[AddressField, ...], Meta(max_length=limits.ADDRESSES_MAX)] = ()
+    """Where it can be dialled; empty for a node that can only dial out."""
+    version: VersionField | None = None
+    """Installed (actor) or current (learner) policy version."""
+    tokens_per_s: RateField = 0.0
+    cohort: Cohort | None = None
+    accepted: CountField = 0
+    refused: CountField = 0
+    commonest_refusal: Reason | None = None
+    fetched_bytes: SizeField = 0
+    """Progress of the version being fetched; equal to `fetch_bytes` when nothing is missing."""
+    fetch_bytes: SizeField = 0
+    last_error: ShortTextField = ""
+
+
+class Goodbye(Value, kw_only=True):
+    """Gossip: I am leaving on purpose; my leases are handed back."""
+
+    incarnation_unix_ms: CountField
+    why: ShortTextField = ""
+
+
+# --- rollouts ----------------------------------------------------------------------------------
+
+
+class Lease(Value, kw_only=True):
+    """Permission to generate members `indices` of one prompt group until `ttl_s` has passed.
+
+    The deadline runs on the learner's clock from the moment of granting; `ttl_s` tells the actor
+    how long that is. Nobody else holds these members meanwhile.
+    """
+
+    lease_id: HexIdField
+    group_id: HexIdField
+    item_index: CountField
+    """Names the prompt: the task makes item `item_index` of the run's seed."""
+    prompt_ids: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PROMPT_TOKENS_MAX)]
+    indices: Annotated[
+        tuple[CountField, ...], Meta(min_length=1, max_length=limits.GROUP_SIZE_MAX)
+    ]
+    group_size: Annotated[int, Meta(ge=1, le=limits.GROUP_SIZE_MAX)]
+    sampling: Sampling
+    version_min: VersionField
+    ttl_s: SecondsField
+
+
+class LeaseRequest(Value, kw_only=True):
+    """Ask: give me up to `groups_max` prompt groups; I have `version` installed and proved."""
+
+    version: VersionField
+    groups_max: Annotated[int, Meta(ge=1, le=limits.LEASES_PER_GRANT_MAX)]
+    cohort: Cohort
+    tokenizer_digest: DigestField
+    template_digest: DigestField
+    task_digest: DigestField
+    admission: bytes = b""
+    """Proof of the ticket's secret: see `wire.ticket.admission_proof`."""
+
+
+class LeaseGrant(Value, kw_only=True):
+    """Reply: the leases (may be none), and when to ask again if none."""
+
+    leases: Annotated[tuple[Lease, ...], Meta(max_length=limits.LEASES_PER_GRANT_MAX)]
+    retry_after_s: SecondsField = 0.0
+    run_seed: CountField = 0
+
+
+class LeaseReturn(Value, kw_only=True):
+    """Ask: I cannot finish these; offer them to somebody else."""
+
+    lease_ids: Annotated[
+        tuple[HexIdField, ...], Meta(min_length=1, max_length=limits.LEASES_PER_GRANT_MAX)
+    ]
+    why: ShortTextField = ""
+
+
+class TrajectoryHeader(Value, kw_only=True):
+    """What is announced of a trajectory. `payload` names a signed envelope of kind `trajectory`."""
+
+    lease_id: HexIdField
+    group_id: HexIdField
+    index: CountField
+    version_min: VersionField
+    version_max: VersionField
+    tokens: CountField
+    reward: float
+    payload: ChunkRef
+    inline: Annotated[bytes, Meta(max_length=limits.INLINE_PAYLOAD_SIZE_BYTES_MAX)] | None = None
+    """The payload's bytes where they are small."""
+
+
+class RolloutBatch(Value, kw_only=True):
+    """Gossip or ask: trajectories that exist. Sent again until each has a verdict."""
+
+    headers: Annotated[
+        tuple[TrajectoryHeader, ...],
+        Meta(min_length=1, max_length=limits.ROLLOUT_BATCH_HEADERS_MAX),
+    ]
+
+
+class Trajectory(Value, kw_only=True):
+    """One sampled sequence, whole: nothing in it is ever tokenised again.
+
+    All arrays run over the T tokens of prompt and completion together.
+    """
+
+    run_id: RunIdField
+    lease_id: HexIdField
+    group_id: HexIdField
+    index: CountField
+    item_index: CountField
+    token_ids: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PAYLOAD_TOKENS_MAX)]
+    """int32[T]."""
+    prompt_length: CountField
+    loss_mask: Annotated[bytes, Meta(min_length=1, max_length=limits.PAYLOAD_TOKENS_MAX)]
+    """uint8[T]: 1 where the policy chose the token, 0 for prompt and environment tokens."""
+    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PAYLOAD_TOKENS_MAX)]
+    """float32[T]: behaviour log-prob of token t (temperature applied); 0 where masked."""
+    segments: Annotated[tuple[VersionSpan, ...], Meta(min_length=1, max_length=1024)]
+    """Cover exactly the completion [prompt_length, T), in order."""
+    reward: float
+    metrics: Annotated[dict[NameField, float], Meta(max_length=64)] = {}
+    stop_reason: StopReason
+    sampling: Sampling
+    cohort: Cohort
+    tokenizer_digest: DigestField
+    template_digest: DigestField
+    task_digest: DigestField
+
+
+class VerdictNote(Value, kw_only=True):
+    """What became of member `index` of a lease; recorded before it is sent."""
+
+    lease_id: HexIdField
+    index: CountField
+    verdict: Reason
+
+
+class Verdicts(Value, kw_only=True):
+    """Ask (learner to actor) or reply to a RolloutBatch: recorded, you may forget these."""
+
+    notes: Annotated[tuple[VerdictNote, ...], Meta(max_length=limits.VERDICTS_PER_MESSAGE_MAX)]
+
+
+# --- questions ---------------------------------------------------------------------------------
+
+
+class CatchUp(Value, kw_only=True):
+    """Ask: what have I missed? (gossip promises neither delivery nor order)."""
+
+
+class CaughtUp(Value, kw_only=True):
+    """Reply: signed envelopes as they were gossiped, to be verified like any other."""
+
+    announce: bytes | None = None
+    heartbeats: Annotated[tuple[bytes, ...], Meta(max_length=limits.CATCH_UP_HEARTBEATS_MAX)] = ()
+
+
+class HoldingsAsk(Value, kw_only=True):
+    """Ask: which chunks of this manifest do you hold?"""
+
+    manifest: DigestField
+
+
+class Holdings(Value, kw_only=True):
+    """Reply: bit i (byte i // 8, least significant first) is set when chunk i is held, verified.
+
+    Chunks are numbered data chunks first, then the files' chunks in order. Empty: nothing held.
+    """
+
+    manifest: DigestField
+    bitmap: Annotated[bytes, Meta(max_length=limits.MANIFEST_CHUNKS_MAX // 8 + 1024)]
+
+
+class Done(Value, kw_only=True):
+    """Reply: done, nothing to say."""
+
+
+class Refusal(Value, kw_only=True):
+    """Reply: not done. `code` is for programs, `text` (what and what to do) for people."""
+
+    code: NameField
+    text: ShortTextField
+
+
+class BlobAsk(Value, kw_only=True):
+    """Request on the blob protocol."""
+
+    digest: DigestField
+    size_bytes: BlobSizeField
+
+
+Message = Union[
+    Manifest,
+    Announce,
+    Heartbeat,
+    Goodbye,
+    LeaseRequest,
+    LeaseGrant,
+    LeaseReturn,
+    RolloutBatch,
+    Trajectory,
+    Verdicts,
+    CatchUp,
+    CaughtUp,
+    HoldingsAsk,
+    Holdings,
+    Done,
+    Refusal,
+    BlobAsk,
+]
+
+KINDS: dict[str, type[Message]] = {
+    "manifest": Manifest,
+    "announce": Announce,
+    "heartbeat": Heartbeat,
+    "goodbye": Goodbye,
+    "lease-request": LeaseRequest,
+    "lease-grant": LeaseGrant,
+    "lease-return": LeaseReturn,
+    "rollout-batch": RolloutBatch,
+    "trajectory": Trajectory,
+    "verdicts": Verdicts,
+    "catch-up": CatchUp,
+    "caught-up": CaughtUp,
+    "holdings-ask": HoldingsAsk,
+    "holdings": Holdings,
+    "done": Done,
+    "refusal": Refusal,
+    "blob-ask": BlobAsk,
+}
+KIND_OF: dict[type, str] = {kind: name for name, kind in KINDS.items()}
