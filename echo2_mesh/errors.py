@@ -33,9 +33,17 @@ class Echo2Error(Exception):
 
 
 class PeerError(Echo2Error):
-    """A peer sent something wrong or did not answer in time. Never ends a daemon."""
+    """A peer sent something wrong or did not answer in time. Never ends a daemon.
+
+    Args:
+        code: a word for programs; what a `Refusal` carries. Empty where nothing depends on it.
+    """
 
     exit_code = 4
+
+    def __init__(self, what: str, hint: str = "", *, code: str = "") -> None:
+        super().__init__(what, hint)
+        self.code = code
 
 
 class LocalError(Echo2Error):

@@ -8,6 +8,7 @@ alone and no key server exists (libp2p spec `peer-ids`, Ed25519 rule).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -22,6 +23,10 @@ from echo2_mesh.wire.types import NodeId
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 """identity multihash (0x00), 36 bytes, protobuf PublicKey{type: Ed25519, data: 32 bytes}."""
 
+_KEY_FILE_BYTES_MAX = 1024
+_NODE_ID_CHARACTERS_MAX = 64
+"""Decoding base58 takes time quadratic in the length."""
+
 
 def node_id_of(public_key: bytes) -> NodeId:
     """The node id of a raw 32-byte Ed25519 public key."""
@@ -34,13 +39,17 @@ def public_key_of(node: NodeId) -> bytes:
     Raises:
         PeerError: the string is not the peer id of an Ed25519 key.
     """
+    if len(node) > _NODE_ID_CHARACTERS_MAX:
+        raise PeerError(f"'{node[:64]}' is not a node id: {len(node)} characters.")
     try:
-        raw = base58.b58decode(node)
+        raw: bytes = base58.b58decode(node)
     except ValueError as error:
         raise PeerError(f"'{node[:64]}' is not a node id: not base58.") from error
-    if len(raw) != len(_PEER_ID_PREFIX) + 32 or not raw.startswith(_PEER_ID_PREFIX):
+    key = raw[len(_PEER_ID_PREFIX) :]
+    # Base58 decoders forgive white space: a second spelling would be a second node with one key.
+    if len(key) != 32 or node_id_of(key) != node:
         raise PeerError(f"'{node[:64]}' is not the node id of an Ed25519 key.")
-    return raw[len(_PEER_ID_PREFIX) :]
+    return key
 
 
 def verify(node: NodeId, message: bytes, signature: bytes) -> bool:
@@ -85,14 +94,20 @@ class Identity:
             LocalError: the file can be read by others than its owner.
         """
         try:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            text = path.read_text(encoding="ascii").strip()
+            with path.open("rb") as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+                text = file.read(_KEY_FILE_BYTES_MAX).decode("ascii").strip()
         except FileNotFoundError as error:
             raise UsageError(
                 f"There is no key file at {path}.", "Create one with `echo2-node keys new`."
             ) from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise LocalError(f"The key file {path} cannot be read: {error}.") from error
+        except UnicodeDecodeError:
+            text = ""  # not a key, said below, after the mode
+        except OSError as error:
+            raise LocalError(
+                f"The key file {path} cannot be read: {error}.",
+                "Run as its owner, or choose another with --key.",
+            ) from error
         if mode & 0o077:
             raise LocalError(
                 f"The key file {path} has mode {mode:04o}: others on this host can read it.",
@@ -113,11 +128,13 @@ class Identity:
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
         """Read the key file, creating it (0600) where none exists."""
-        if path.exists():
-            return cls.load(path)
-        identity = cls.generate()
-        identity.save(path)
-        return identity
+        if not path.exists():
+            identity = cls.generate()
+            # Another process may have been faster: then its key is the key.
+            with contextlib.suppress(UsageError):
+                identity.save(path)
+                return identity
+        return cls.load(path)
 
     def save(self, path: Path) -> None:
         """Write the key file with mode 0600.
@@ -128,12 +145,30 @@ class Identity:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalError(
+                f"The folder {path.parent} for the key cannot be made: {error}.",
+                "Choose another path with --key.",
+            ) from error
+        try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
             raise UsageError(
                 f"There is already a key file at {path}.", "Choose another path with --key."
             ) from error
         except OSError as error:
-            raise LocalError(f"The key file {path} cannot be written: {error}.") from error
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(self._seed.hex() + "\n")
+            raise LocalError(
+                f"The key file {path} cannot be written: {error}.",
+                "Choose another path with --key.",
+            ) from error
+        try:
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(self._seed.hex() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            path.unlink(missing_ok=True)  # half a key would stand in the way of a whole one
+            raise LocalError(
+                f"The key file {path} cannot be written: {error}.",
+                "Free space there or choose another path with --key.",
+            ) from error

@@ -1,4 +1,4 @@
-"""Every bound of the mesh, with its unit in the name. Relations between them are asserted at import.
+"""Every bound of the mesh, with its unit in the name; their relations are asserted at import.
 
 Nothing here decides anything: rooms import the number they must obey. A limit that a peer can
 run into is documented in `proto/`, so that another implementation refuses the same things.
@@ -27,7 +27,7 @@ CHUNK_SIZE_BYTES_DEFAULT = 1 * MIB
 CHUNK_SIZE_BYTES_MAX = 16 * MIB
 """One content-addressed blob: weight chunk, manifest, model file part or trajectory."""
 BLOB_FRAME_OVERHEAD_BYTES = 16
-TICKET_CHARACTERS_MAX = 4096
+TICKET_CHARACTERS_MAX = 8192
 PAYLOAD_TOKENS_MAX = 262_144
 """Tokens (prompt and completion) of one trajectory."""
 MANIFEST_CHUNKS_MAX = 65_536
@@ -88,6 +88,7 @@ assert INLINE_PAYLOAD_SIZE_BYTES_MAX < ROLLOUT_BATCH_SIZE_BYTES_MAX
 assert ROLLOUT_BATCH_SIZE_BYTES_MAX + ENVELOPE_OVERHEAD_BYTES_MAX < GOSSIP_SIZE_BYTES_MAX
 assert GOSSIP_SIZE_BYTES_MAX < 1 * MIB, "py-libp2p's outbound queue drops RPCs above 1 MiB"
 assert CHUNK_SIZE_BYTES_DEFAULT <= CHUNK_SIZE_BYTES_MAX
+assert (ADDRESSES_MAX * ADDRESS_CHARACTERS_MAX + 512) * 8 // 5 < TICKET_CHARACTERS_MAX
 assert SUSPECT_AFTER_S < GONE_AFTER_S
 assert FETCH_IN_FLIGHT_PER_PEER_MAX <= FETCH_IN_FLIGHT_MAX
 assert CONNECTIONS_MIN < CONNECTIONS_LOW_WATERMARK < CONNECTIONS_HIGH_WATERMARK < CONNECTIONS_MAX

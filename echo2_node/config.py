@@ -17,8 +17,8 @@ from msgspec import Meta
 from echo2_mesh import limits
 from echo2_mesh.errors import UsageError
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+NonNegative = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(gt=0.0)]
 
 
@@ -26,25 +26,25 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every table of the file: immutable, and a misspelt key is an error."""
 
 
-class RunSection(Section, kw_only=True):
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = "run"
+class RunSection(Section, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$(?!\n)")] = "run"
     """Prefix of the run id; also the name of the state folder."""
     seed: NonNegative = 0
     steps: Positive = 100
     """Training steps until the run ends by itself."""
 
 
-class ModelSection(Section, kw_only=True):
+class ModelSection(Section, frozen=True, kw_only=True):
     path: str
     """A Hugging Face causal-LM folder: config.json, *.safetensors, tokenizer."""
 
 
-class TaskSection(Section, kw_only=True):
+class TaskSection(Section, frozen=True, kw_only=True):
     id: str
     args: dict[str, Any] = {}
 
 
-class RolloutSection(Section, kw_only=True):
+class RolloutSection(Section, frozen=True, kw_only=True):
     groups_per_step: Positive = 16
     """P: prompt groups consumed by one training step."""
     group_size: Annotated[int, Meta(ge=2, le=limits.GROUP_SIZE_MAX)] = 8
@@ -60,13 +60,13 @@ class RolloutSection(Section, kw_only=True):
     """Groups in a row with equal rewards before the run ends: there is nothing left to learn."""
 
 
-class StalenessSection(Section, kw_only=True):
+class StalenessSection(Section, frozen=True, kw_only=True):
     limit_steps: NonNegative = 3
     """S: a trajectory may be at most this many versions old when it is trained."""
     publish_every_steps: Annotated[int, Meta(ge=1)] | Literal["paper"] = 1
     """kappa; "paper" is Echo-2's max(1, S - 1)."""
     policy: Literal["paced", "discard"] = "paced"
-    """paced: leases wait for a slot, so nothing is born stale. discard: lease freely, drop later."""
+    """paced: leases wait for a slot, so nothing is born stale. discard: lease all, drop later."""
 
     @property
     def kappa_steps(self) -> int:
@@ -76,10 +76,10 @@ class StalenessSection(Section, kw_only=True):
         return self.publish_every_steps
 
 
-class LearnerSection(Section, kw_only=True):
+class LearnerSection(Section, frozen=True, kw_only=True):
     loss: str = "dppo"
-    loss_args: dict[str, float] = {}
-    lr: Annotated[float, Meta(gt=0.0)] = 1e-6
+    loss_args: dict[str, Annotated[float, Meta(ge=-1e18, le=1e18)]] = {}
+    lr: Annotated[float, Meta(gt=0.0, le=10.0)] = 1e-6
     lr_warmup_steps: NonNegative = 0
     adam_beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     adam_beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.99
@@ -98,7 +98,7 @@ class LearnerSection(Section, kw_only=True):
     checkpoints_kept: Positive = 2
 
 
-class MeshSection(Section, kw_only=True):
+class MeshSection(Section, frozen=True, kw_only=True):
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/4201",)
     """Multiaddresses; port 0 lets the system choose."""
     announce: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class MeshSection(Section, kw_only=True):
     store_quota_bytes: Positive = limits.STORE_QUOTA_BYTES_DEFAULT
 
 
-class RunConfig(Section, kw_only=True):
+class RunConfig(Section, frozen=True, kw_only=True):
     """Everything `echo2-node learn` needs."""
 
     run: RunSection = RunSection()
@@ -128,7 +128,7 @@ class RunConfig(Section, kw_only=True):
     mesh: MeshSection = MeshSection()
 
 
-class ActorConfig(Section, kw_only=True):
+class ActorConfig(Section, frozen=True, kw_only=True):
     """What `echo2-node join` needs beside the ticket; every field is an option of the command."""
 
     name: Annotated[str, Meta(max_length=64)] = ""
@@ -169,10 +169,13 @@ def load_run(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     except OSError as error:
         raise UsageError(f"The run file {path} cannot be read: {error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}.", "Mend that line and try again.") from error
+        raise UsageError(
+            f"{path} is not TOML: {error}.", "Mend that line and try again."
+        ) from error
     for override in overrides:
         _apply(data, override)
-    config = convert(data, RunConfig, where=str(path))
+    config: RunConfig = convert(data, RunConfig, where=str(path))
+    _check(config, where=str(path))
     model = Path(config.model.path)
     if not model.is_absolute():
         near = (path.parent / model).resolve()
@@ -195,8 +198,30 @@ def convert(data: object, kind: type[Any], *, where: str) -> Any:
         key = at.strip("`").removeprefix("$.").removeprefix("$") or "the top level"
         raise UsageError(
             f"{where}: {key}: {problem[:1].lower()}{problem[1:]}.",
-            "`echo2-node learn --dry-run` prints every setting with its value.",
+            "`runs/README.md` lists every setting with its meaning and bounds.",
         ) from error
+
+
+def _check(config: RunConfig, *, where: str) -> None:
+    """Relations between settings.
+
+    A version is used by actors until the next is published; its last rollouts are kappa - 1 steps
+    old at least when their turn comes. Above S + 1 none would be admitted and the run would stop.
+    """
+    staleness = config.staleness
+    if staleness.kappa_steps > staleness.limit_steps + 1:
+        raise UsageError(
+            f"{where}: staleness.publish_every_steps is {staleness.kappa_steps}, above "
+            f"staleness.limit_steps + 1 = {staleness.limit_steps + 1}: every rollout would be "
+            "stale before the next version.",
+            "Publish more often or allow more staleness.",
+        )
+    if config.mesh.chunk_size_bytes > config.mesh.store_quota_bytes:
+        raise UsageError(
+            f"{where}: mesh.store_quota_bytes is {config.mesh.store_quota_bytes}, less than one "
+            f"chunk of mesh.chunk_size_bytes = {config.mesh.chunk_size_bytes}.",
+            "Give the store room for at least two versions of the model.",
+        )
 
 
 def dump(config: Section) -> str:

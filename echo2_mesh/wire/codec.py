@@ -7,6 +7,7 @@ re-encodes what somebody else signed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from echo2_mesh import limits
 from echo2_mesh.errors import PeerError
-from echo2_mesh.wire.messages import KIND_OF, KINDS, Message, Value
+from echo2_mesh.wire.messages import KIND_OF, KINDS, Manifest, Message, Trajectory, Value
 from echo2_mesh.wire.types import NodeId, NodeIdField, RunIdField, SignatureField
 
 Sign = Callable[[bytes], bytes]
@@ -24,7 +25,7 @@ Verify = Callable[[NodeId, bytes, bytes], bool]
 _DOMAIN = b"echo2 envelope\x00"
 
 
-class Envelope(Value, kw_only=True):
+class Envelope(Value, frozen=True, kw_only=True):
     """A message in its signed cover. `payload` is the MessagePack of the struct named by `kind`."""
 
     v: Annotated[int, Meta(ge=0, le=2**31)]
@@ -44,8 +45,15 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """The envelope's own bytes, for forwarding and for storing as evidence."""
 
 
+class _Versioned(Value, frozen=True, kw_only=True):
+    """What every envelope, older or newer, has in common."""
+
+    v: Annotated[int, Meta(ge=0, le=2**31)]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_version_decoder = msgspec.msgpack.Decoder(_Versioned)
 _decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
@@ -93,26 +101,39 @@ def unseal(raw: bytes, *, run_id: str, verify: Verify, size_bytes_max: int) -> O
     """
     if len(raw) > size_bytes_max:
         raise PeerError(f"Envelope of {len(raw)} bytes refused: the limit is {size_bytes_max}.")
-    try:
-        envelope = _envelope_decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise PeerError(f"Not an Echo-2 envelope: {error}.") from error
-    if envelope.v != limits.NETWORK_VERSION:
-        raise PeerError(
-            f"Envelope of network version {envelope.v}; this node speaks "
-            f"{limits.NETWORK_VERSION}.",
-            "Update the older of the two with `pip install -U echo2`.",
-        )
+    envelope = _decode_envelope(raw)
     if envelope.kind not in _decoders:
-        raise PeerError(f"Unknown message kind '{envelope.kind}'.")
+        raise PeerError(f"Unknown message kind {envelope.kind!r}.")
     if envelope.run_id != run_id:
         raise PeerError(f"Envelope of run '{envelope.run_id}'; this node is in run '{run_id}'.")
     to_sign = signed_bytes(envelope.kind, envelope.run_id, envelope.sender, envelope.payload)
     if not verify(envelope.sender, to_sign, envelope.signature):
         raise PeerError(f"Bad signature on a {envelope.kind} from {envelope.sender}.")
-    return Opened(
-        sender=envelope.sender, message=_decode(envelope.kind, envelope.payload), raw=raw
-    )
+    message = _decode(envelope.kind, envelope.payload)
+    if isinstance(message, Manifest | Trajectory) and message.run_id != run_id:
+        raise PeerError(f"A {envelope.kind} of run '{message.run_id}' in the cover of '{run_id}'.")
+    return Opened(sender=envelope.sender, message=message, raw=raw)
+
+
+def _decode_envelope(raw: bytes) -> Envelope:
+    """The envelope in `raw`, of this network version, unverified."""
+    try:
+        envelope = _envelope_decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        # Another version may have another envelope; `v` is the one field that all will share.
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
+            _refuse_other_version(_version_decoder.decode(raw).v)
+        raise PeerError(f"Not an Echo-2 envelope: {error}.") from error
+    _refuse_other_version(envelope.v)
+    return envelope
+
+
+def _refuse_other_version(version: int) -> None:
+    if version != limits.NETWORK_VERSION:
+        raise PeerError(
+            f"Envelope of network version {version}; this node speaks {limits.NETWORK_VERSION}.",
+            "Update the older of the two with `pip install -U echo2`.",
+        )
 
 
 def _decode(kind: str, payload: bytes) -> Message:

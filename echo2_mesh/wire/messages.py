@@ -8,7 +8,7 @@ memcpy to decode, where a MessagePack list costs a hundred times as much.
 
 from __future__ import annotations
 
-from typing import Annotated, Union
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ from echo2_mesh.wire.types import (
     ChunkKind,
     CountField,
     DigestField,
+    FiniteField,
     HexIdField,
     NameField,
     RateField,
@@ -36,13 +37,13 @@ from echo2_mesh.wire.types import (
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of everything on the wire: immutable; subclasses repeat `kw_only`, which is not inherited."""
+    """Base of everything on the wire: immutable. Subclasses repeat both flags."""
 
 
 # --- building blocks ---------------------------------------------------------------------------
 
 
-class ChunkRef(Value, kw_only=True):
+class ChunkRef(Value, frozen=True, kw_only=True):
     """A blob by digest. Whoever holds it may serve it; the bytes must hash to `digest`."""
 
     kind: ChunkKind
@@ -50,7 +51,7 @@ class ChunkRef(Value, kw_only=True):
     size_bytes: BlobSizeField
 
 
-class Sampling(Value, kw_only=True):
+class Sampling(Value, frozen=True, kw_only=True):
     """How to sample. `seed` makes member i of a group use seed + i where the engine can."""
 
     temperature: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
@@ -61,7 +62,7 @@ class Sampling(Value, kw_only=True):
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
 
 
-class Cohort(Value, kw_only=True):
+class Cohort(Value, frozen=True, kw_only=True):
     """Machines whose numerics may be compared: engine, dtype and device."""
 
     engine: NameField
@@ -69,7 +70,7 @@ class Cohort(Value, kw_only=True):
     device: NameField
 
 
-class VersionSpan(Value, kw_only=True):
+class VersionSpan(Value, frozen=True, kw_only=True):
     """Policy `version` generated the tokens [start, end) of a trajectory."""
 
     version: VersionField
@@ -80,7 +81,7 @@ class VersionSpan(Value, kw_only=True):
 # --- weights -----------------------------------------------------------------------------------
 
 
-class TensorSpan(Value, kw_only=True):
+class TensorSpan(Value, frozen=True, kw_only=True):
     """A tensor inside a version's data section, in safetensors' dtype names and byte order.
 
     The data section is the concatenation of the manifest's chunks; `offset_bytes` counts from
@@ -94,14 +95,14 @@ class TensorSpan(Value, kw_only=True):
     size_bytes: SizeField
 
 
-class FileRef(Value, kw_only=True):
+class FileRef(Value, frozen=True, kw_only=True):
     """A file that travels with the model, cut into blobs; `name` is a bare file name."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)")]
     chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=4096)]
 
 
-class Probe(Value, kw_only=True):
+class Probe(Value, frozen=True, kw_only=True):
     """Log-probs of a fixed sequence under the published weights: an engine must match them.
 
     `token_ids` int32 bytes [T]; `logprobs` float32 bytes [T-1], entry i for token i+1.
@@ -111,7 +112,7 @@ class Probe(Value, kw_only=True):
     logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PROBE_TOKENS_MAX)]
 
 
-class TaskSpec(Value, kw_only=True):
+class TaskSpec(Value, frozen=True, kw_only=True):
     """The task an actor must have to score: same code and arguments, same digest."""
 
     task_id: NameField
@@ -119,7 +120,7 @@ class TaskSpec(Value, kw_only=True):
     digest: DigestField
 
 
-class Manifest(Value, kw_only=True):
+class Manifest(Value, frozen=True, kw_only=True):
     """One policy version, complete: its blob's digest names the policy. Signed by the learner."""
 
     run_id: RunIdField
@@ -143,7 +144,7 @@ class Manifest(Value, kw_only=True):
     created_unix_ms: CountField = 0
 
 
-class Announce(Value, kw_only=True):
+class Announce(Value, frozen=True, kw_only=True):
     """Gossip: version `version` exists and `manifest` names it. Signed by the learner only.
 
     `incarnation_unix_ms` is the learner process's start: a resumed learner announces again.
@@ -158,7 +159,7 @@ class Announce(Value, kw_only=True):
 # --- membership --------------------------------------------------------------------------------
 
 
-class Heartbeat(Value, kw_only=True):
+class Heartbeat(Value, frozen=True, kw_only=True):
     """Gossip: I live, this is what I am doing. Ordered by (incarnation, sequence)."""
 
     role: Role
@@ -181,7 +182,7 @@ class Heartbeat(Value, kw_only=True):
     last_error: ShortTextField = ""
 
 
-class Goodbye(Value, kw_only=True):
+class Goodbye(Value, frozen=True, kw_only=True):
     """Gossip: I am leaving on purpose; my leases are handed back."""
 
     incarnation_unix_ms: CountField
@@ -191,7 +192,7 @@ class Goodbye(Value, kw_only=True):
 # --- rollouts ----------------------------------------------------------------------------------
 
 
-class Lease(Value, kw_only=True):
+class Lease(Value, frozen=True, kw_only=True):
     """Permission to generate members `indices` of one prompt group until `ttl_s` has passed.
 
     The deadline runs on the learner's clock from the moment of granting; `ttl_s` tells the actor
@@ -203,16 +204,14 @@ class Lease(Value, kw_only=True):
     item_index: CountField
     """Names the prompt: the task makes item `item_index` of the run's seed."""
     prompt_ids: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PROMPT_TOKENS_MAX)]
-    indices: Annotated[
-        tuple[CountField, ...], Meta(min_length=1, max_length=limits.GROUP_SIZE_MAX)
-    ]
+    indices: Annotated[tuple[CountField, ...], Meta(min_length=1, max_length=limits.GROUP_SIZE_MAX)]
     group_size: Annotated[int, Meta(ge=1, le=limits.GROUP_SIZE_MAX)]
     sampling: Sampling
     version_min: VersionField
     ttl_s: SecondsField
 
 
-class LeaseRequest(Value, kw_only=True):
+class LeaseRequest(Value, frozen=True, kw_only=True):
     """Ask: give me up to `groups_max` prompt groups; I have `version` installed and proved."""
 
     version: VersionField
@@ -221,11 +220,11 @@ class LeaseRequest(Value, kw_only=True):
     tokenizer_digest: DigestField
     template_digest: DigestField
     task_digest: DigestField
-    admission: bytes = b""
+    admission: Annotated[bytes, Meta(max_length=32)] = b""
     """Proof of the ticket's secret: see `wire.ticket.admission_proof`."""
 
 
-class LeaseGrant(Value, kw_only=True):
+class LeaseGrant(Value, frozen=True, kw_only=True):
     """Reply: the leases (may be none), and when to ask again if none."""
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=limits.LEASES_PER_GRANT_MAX)]
@@ -233,7 +232,7 @@ class LeaseGrant(Value, kw_only=True):
     run_seed: CountField = 0
 
 
-class LeaseReturn(Value, kw_only=True):
+class LeaseReturn(Value, frozen=True, kw_only=True):
     """Ask: I cannot finish these; offer them to somebody else."""
 
     lease_ids: Annotated[
@@ -242,7 +241,7 @@ class LeaseReturn(Value, kw_only=True):
     why: ShortTextField = ""
 
 
-class TrajectoryHeader(Value, kw_only=True):
+class TrajectoryHeader(Value, frozen=True, kw_only=True):
     """What is announced of a trajectory. `payload` names a signed envelope of kind `trajectory`."""
 
     lease_id: HexIdField
@@ -251,13 +250,13 @@ class TrajectoryHeader(Value, kw_only=True):
     version_min: VersionField
     version_max: VersionField
     tokens: CountField
-    reward: float
+    reward: FiniteField
     payload: ChunkRef
     inline: Annotated[bytes, Meta(max_length=limits.INLINE_PAYLOAD_SIZE_BYTES_MAX)] | None = None
     """The payload's bytes where they are small."""
 
 
-class RolloutBatch(Value, kw_only=True):
+class RolloutBatch(Value, frozen=True, kw_only=True):
     """Gossip or ask: trajectories that exist. Sent again until each has a verdict."""
 
     headers: Annotated[
@@ -266,7 +265,7 @@ class RolloutBatch(Value, kw_only=True):
     ]
 
 
-class Trajectory(Value, kw_only=True):
+class Trajectory(Value, frozen=True, kw_only=True):
     """One sampled sequence, whole: nothing in it is ever tokenised again.
 
     All arrays run over the T tokens of prompt and completion together.
@@ -286,8 +285,8 @@ class Trajectory(Value, kw_only=True):
     """float32[T]: behaviour log-prob of token t (temperature applied); 0 where masked."""
     segments: Annotated[tuple[VersionSpan, ...], Meta(min_length=1, max_length=1024)]
     """Cover exactly the completion [prompt_length, T), in order."""
-    reward: float
-    metrics: Annotated[dict[NameField, float], Meta(max_length=64)] = {}
+    reward: FiniteField
+    metrics: Annotated[dict[NameField, FiniteField], Meta(max_length=64)] = {}
     stop_reason: StopReason
     sampling: Sampling
     cohort: Cohort
@@ -296,7 +295,7 @@ class Trajectory(Value, kw_only=True):
     task_digest: DigestField
 
 
-class VerdictNote(Value, kw_only=True):
+class VerdictNote(Value, frozen=True, kw_only=True):
     """What became of member `index` of a lease; recorded before it is sent."""
 
     lease_id: HexIdField
@@ -304,7 +303,7 @@ class VerdictNote(Value, kw_only=True):
     verdict: Reason
 
 
-class Verdicts(Value, kw_only=True):
+class Verdicts(Value, frozen=True, kw_only=True):
     """Ask (learner to actor) or reply to a RolloutBatch: recorded, you may forget these."""
 
     notes: Annotated[tuple[VerdictNote, ...], Meta(max_length=limits.VERDICTS_PER_MESSAGE_MAX)]
@@ -313,24 +312,24 @@ class Verdicts(Value, kw_only=True):
 # --- questions ---------------------------------------------------------------------------------
 
 
-class CatchUp(Value, kw_only=True):
+class CatchUp(Value, frozen=True, kw_only=True):
     """Ask: what have I missed? (gossip promises neither delivery nor order)."""
 
 
-class CaughtUp(Value, kw_only=True):
+class CaughtUp(Value, frozen=True, kw_only=True):
     """Reply: signed envelopes as they were gossiped, to be verified like any other."""
 
     announce: bytes | None = None
     heartbeats: Annotated[tuple[bytes, ...], Meta(max_length=limits.CATCH_UP_HEARTBEATS_MAX)] = ()
 
 
-class HoldingsAsk(Value, kw_only=True):
+class HoldingsAsk(Value, frozen=True, kw_only=True):
     """Ask: which chunks of this manifest do you hold?"""
 
     manifest: DigestField
 
 
-class Holdings(Value, kw_only=True):
+class Holdings(Value, frozen=True, kw_only=True):
     """Reply: bit i (byte i // 8, least significant first) is set when chunk i is held, verified.
 
     Chunks are numbered data chunks first, then the files' chunks in order. Empty: nothing held.
@@ -340,43 +339,43 @@ class Holdings(Value, kw_only=True):
     bitmap: Annotated[bytes, Meta(max_length=limits.MANIFEST_CHUNKS_MAX // 8 + 1024)]
 
 
-class Done(Value, kw_only=True):
+class Done(Value, frozen=True, kw_only=True):
     """Reply: done, nothing to say."""
 
 
-class Refusal(Value, kw_only=True):
+class Refusal(Value, frozen=True, kw_only=True):
     """Reply: not done. `code` is for programs, `text` (what and what to do) for people."""
 
     code: NameField
     text: ShortTextField
 
 
-class BlobAsk(Value, kw_only=True):
+class BlobAsk(Value, frozen=True, kw_only=True):
     """Request on the blob protocol."""
 
     digest: DigestField
     size_bytes: BlobSizeField
 
 
-Message = Union[
-    Manifest,
-    Announce,
-    Heartbeat,
-    Goodbye,
-    LeaseRequest,
-    LeaseGrant,
-    LeaseReturn,
-    RolloutBatch,
-    Trajectory,
-    Verdicts,
-    CatchUp,
-    CaughtUp,
-    HoldingsAsk,
-    Holdings,
-    Done,
-    Refusal,
-    BlobAsk,
-]
+Message = (
+    Manifest
+    | Announce
+    | Heartbeat
+    | Goodbye
+    | LeaseRequest
+    | LeaseGrant
+    | LeaseReturn
+    | RolloutBatch
+    | Trajectory
+    | Verdicts
+    | CatchUp
+    | CaughtUp
+    | HoldingsAsk
+    | Holdings
+    | Done
+    | Refusal
+    | BlobAsk
+)
 
 KINDS: dict[str, type[Message]] = {
     "manifest": Manifest,

@@ -16,18 +16,22 @@ PolicyVersion = NewType("PolicyVersion", int)
 Digest = NewType("Digest", bytes)
 """32-byte BLAKE3 of a blob's bytes."""
 
-NodeIdField = Annotated[NodeId, Meta(pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$")]
+# `$(?!\n)` is the end of the text in every regular-expression dialect; Python's bare `$` also
+# matches before a last line break, which would give one node, run or file two names.
+NodeIdField = Annotated[NodeId, Meta(pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$(?!\n)")]
 VersionField = Annotated[PolicyVersion, Meta(ge=0, le=2**53)]
 DigestField = Annotated[Digest, Meta(min_length=32, max_length=32)]
-RunIdField = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{1,62}$")]
+RunIdField = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{1,62}$(?!\n)")]
 NameField = Annotated[str, Meta(min_length=1, max_length=128)]
 TensorNameField = Annotated[str, Meta(min_length=1, max_length=512)]
 ShortTextField = Annotated[str, Meta(max_length=512)]
-HexIdField = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+HexIdField = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$(?!\n)")]
 CountField = Annotated[int, Meta(ge=0, le=2**53)]
 SizeField = Annotated[int, Meta(ge=0, le=2**53)]
 BlobSizeField = Annotated[int, Meta(ge=0, le=limits.CHUNK_SIZE_BYTES_MAX)]
 RateField = Annotated[float, Meta(ge=0.0, le=1e18)]
+FiniteField = Annotated[float, Meta(ge=-1e18, le=1e18)]
+"""Bounds also keep out the values that are no number."""
 SecondsField = Annotated[float, Meta(ge=0.0, le=1e9)]
 AddressField = Annotated[str, Meta(min_length=1, max_length=limits.ADDRESS_CHARACTERS_MAX)]
 SignatureField = Annotated[bytes, Meta(min_length=64, max_length=64)]

@@ -90,6 +90,17 @@ class Engine(Protocol):
         """Forget a request; no error if it is unknown."""
         ...
 
+    def prepare(self, manifest: Digest) -> None:
+        """Read what `install` of the same digest will need; may run in another thread meanwhile.
+
+        Changes nothing that generation sees. What it read is kept until the next install.
+
+        Raises:
+            LocalError: a blob is missing or cannot be read.
+            UsageError: the manifest is not one, or cannot be installed by any engine.
+        """
+        ...
+
     def install(self, manifest: Digest) -> InstallReport:
         """Load the version named by a manifest blob in the chunk store, between two steps.
 

@@ -33,11 +33,18 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(Protocol):
-    """Built by `registry.make_task(task_id, args)`; stateless."""
+    """Built by `registry.make_task(task_id, args)`; stateless.
 
-    task_id: str
-    version: int
-    """Raised when the meaning of an item or a score changes; part of the digest."""
+    Each is a frozen msgspec struct whose fields are its arguments.
+    """
+
+    @property
+    def task_id(self) -> str: ...
+
+    @property
+    def version(self) -> int:
+        """Raised when the meaning of an item or a score changes; part of the digest."""
+        ...
 
     def item(self, seed: int, index: int) -> Item:
         """Item `index` of the run's `seed`: the same on every host."""
@@ -52,9 +59,9 @@ class Task(Protocol):
         ...
 
     def demonstration(self, item: Item, rng: random.Random, *, skill: float) -> str | None:
-        """A completion for supervised warm-up, right with probability `skill`; None if there is no such thing."""
+        """A completion for supervised warm-up, right with probability `skill`; None if none."""
         ...
 
     def alphabet(self) -> str | None:
-        """Every character a prompt or an answer can hold, for tiny character models; None if open."""
+        """Every character of prompts and answers, for tiny character models; None if open."""
         ...

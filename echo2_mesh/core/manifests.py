@@ -1,0 +1,66 @@
+"""Whether a manifest makes sense: checked once, after its signature and before any chunk is asked.
+
+Pure. A manifest that passes can be laid out as a safetensors file without any further check.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from echo2_mesh import limits
+from echo2_mesh.core.holdings import blobs_of
+from echo2_mesh.errors import PeerError
+from echo2_mesh.wire.messages import Manifest
+from echo2_mesh.wire.types import ChunkKind
+
+DTYPE_SIZE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+"""Bytes of one element, by safetensors' names."""
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Refuse a manifest whose parts contradict one another.
+
+    Raises:
+        PeerError: unknown dtype, a tensor of the wrong size or outside the data, overlapping or
+            equally named tensors, files or aliases, or chunks of a kind that does not fit.
+    """
+    _check_tensors(manifest)
+    names = {span.name for span in manifest.tensors}
+    seen = set(names)
+    for alias, stored in manifest.tied:
+        if alias in seen or stored not in names:
+            raise PeerError(f"Manifest: '{alias}' cannot be tied to '{stored}'.")
+        seen.add(alias)
+    files = [file.name for file in manifest.files]
+    if len(set(files)) != len(files):
+        raise PeerError("Manifest: two files have one name.")
+    count = len(blobs_of(manifest))
+    if not 0 < count <= limits.MANIFEST_CHUNKS_MAX:
+        raise PeerError(f"Manifest: {count} blobs; 1 to {limits.MANIFEST_CHUNKS_MAX} are legal.")
+    if any(ref.kind is not ChunkKind.FILE for file in manifest.files for ref in file.chunks):
+        raise PeerError("Manifest: a file has a chunk of another kind.")
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    kinds = {ref.kind for ref in manifest.chunks}
+    wanted = ChunkKind.FULL if manifest.base_version is None else ChunkKind.PATCH
+    if not kinds <= {ChunkKind.FULL, wanted}:
+        raise PeerError(f"Manifest: chunks of kind {sorted(k.value for k in kinds)}.")
+    end_bytes = 0
+    for span in sorted(manifest.tensors, key=lambda s: (s.offset_bytes, s.size_bytes)):
+        element_bytes = DTYPE_SIZE_BYTES.get(span.dtype)
+        if element_bytes is None:
+            raise PeerError(f"Manifest: tensor '{span.name}' has unknown dtype '{span.dtype}'.")
+        if prod(span.shape) * element_bytes != span.size_bytes:
+            raise PeerError(f"Manifest: tensor '{span.name}' does not have the size of its shape.")
+        if span.offset_bytes < end_bytes:
+            raise PeerError(f"Manifest: tensor '{span.name}' overlaps another.")
+        end_bytes = span.offset_bytes + span.size_bytes
+    if len({span.name for span in manifest.tensors}) != len(manifest.tensors):
+        raise PeerError("Manifest: two tensors have one name.")
+    data_bytes = sum(ref.size_bytes for ref in manifest.chunks)
+    if ChunkKind.PATCH not in kinds and data_bytes != end_bytes:
+        raise PeerError(f"Manifest: {data_bytes} bytes of chunks for {end_bytes} of tensors.")

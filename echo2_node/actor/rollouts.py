@@ -1,0 +1,344 @@
+"""Pulls leases, generates, scores, and announces until acknowledged.
+
+One task asks for leases while there is room; each lease has a task of its own, so slow prompts
+hold up nobody. What is generated leaves through the outbox. On `stop` no new lease is taken,
+running ones get `drain_s`, and the rest is handed back. `actor.daemon` runs it beside
+`actor.weights`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import structlog
+import trio
+
+from echo2_mesh import limits
+from echo2_mesh.chunks import digest_of
+from echo2_mesh.errors import LocalError, PeerError, UsageError
+from echo2_mesh.mesh import Mesh
+from echo2_mesh.wire.messages import (
+    ChunkRef,
+    Done,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    LeaseReturn,
+    RolloutBatch,
+    Trajectory,
+    TrajectoryHeader,
+    Verdicts,
+    VersionSpan,
+)
+from echo2_mesh.wire.types import ChunkKind, NodeId, StopReason
+from echo2_node.actor.outbox import Outbox, Send, Tally
+from echo2_node.actor.weights import Weights
+from echo2_node.config import ActorConfig
+from echo2_node.engines.port import EnginePort
+from echo2_node.engines.protocol import Generation, GenerationRequest
+from echo2_node.tasks.protocol import Task
+from echo2_node.tokens import TokenCodec
+
+log = structlog.get_logger()
+
+LEARNER_AWAY_RETRY_S = 1.0
+LEASE_ASK_TIMEOUT_S = 10.0
+ACKNOWLEDGE_TIMEOUT_S = 5.0
+"""On leaving: how long announced trajectories may wait for their verdicts."""
+KEEP_AFTER_LEASE_S = 60.0
+"""A trajectory is announced this long after its lease ended; then it counts for nothing."""
+
+
+class RunEnded(Exception):
+    """The learner says that the run is over."""
+
+
+class Rollouts:
+    """From a lease to an acknowledged trajectory."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        weights: Weights,
+        *,
+        config: ActorConfig,
+        task: Task,
+        codec: TokenCodec,
+        admission: bytes,
+    ) -> None:
+        self._mesh = mesh
+        self._weights = weights
+        self._config = config
+        self._task = task
+        self._codec = codec
+        self._admission = admission
+        self._held: dict[str, Lease] = {}
+        self._freed = trio.Event()
+        self._stirred = trio.Event()
+        self._acknowledged = trio.Event()
+        self.outbox = Outbox()
+        self.tally = Tally()
+        self.completion_tokens = 0
+        self.stopping = trio.Event()
+        mesh.answer(Verdicts, self._hear_verdicts)
+
+    @property
+    def leases_held(self) -> int:
+        return len(self._held)
+
+    async def announce_for_ever(self) -> None:
+        """Send what the outbox has due, until cancelled. Outlives engine restarts."""
+        while True:
+            for send in self.outbox.due(trio.current_time()):
+                await self._send(send)
+            due_s = self.outbox.next_due_s()
+            with trio.move_on_at(float("inf") if due_s is None else due_s):
+                await self._stirred.wait()
+            self._stirred = trio.Event()
+
+    async def generate_for_ever(self, engine: EnginePort) -> None:
+        """Take leases and work on them with `engine` until stopped.
+
+        Errors:
+            LocalError: the engine died; leases it held are handed back.
+            RunEnded: nothing more is to be done.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                await self._take_leases(engine, nursery)
+                with trio.move_on_after(self._config.drain_s):
+                    while self._held:
+                        await self._freed.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(limits.CLOSE_TIMEOUT_S):
+                await self._hand_back(tuple(self._held.values()), "leaving")
+
+    async def wait_acknowledged(self) -> None:
+        """Wait, for a bounded time, until the learner has recorded what was announced."""
+        self.outbox.retry_now(trio.current_time())
+        self._stirred.set()
+        with trio.move_on_after(ACKNOWLEDGE_TIMEOUT_S):
+            while len(self.outbox):
+                await self._acknowledged.wait()
+
+    async def _take_leases(self, engine: EnginePort, nursery: trio.Nursery) -> None:
+        while not self.stopping.is_set():
+            room = self._config.groups_in_flight_max - len(self._held)
+            if room <= 0 or self.outbox.full():
+                await self._wait_room()
+                continue
+            grant = await self._ask_leases(engine, room)
+            if grant is None:
+                with trio.move_on_after(LEARNER_AWAY_RETRY_S):
+                    await self.stopping.wait()
+                continue
+            for lease in grant.leases:
+                self._held[lease.lease_id] = lease
+                nursery.start_soon(self._work, engine, lease, grant.run_seed)
+            if not grant.leases:
+                with trio.move_on_after(grant.retry_after_s):
+                    await self.stopping.wait()
+
+    async def _wait_room(self) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def first(event: trio.Event) -> None:
+                await event.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(first, self._freed)
+            nursery.start_soon(first, self.stopping)
+
+    async def _ask_leases(self, engine: EnginePort, room: int) -> LeaseGrant | None:
+        installed = await self._weights.wait_installed()
+        request = LeaseRequest(
+            version=installed.version,
+            groups_max=min(room, limits.LEASES_PER_GRANT_MAX),
+            cohort=engine.info.cohort,
+            tokenizer_digest=installed.manifest.tokenizer_digest,
+            template_digest=installed.manifest.template_digest,
+            task_digest=installed.manifest.task.digest,
+            admission=self._admission,
+        )
+        try:
+            reply = await self._mesh.ask(
+                self._mesh.settings.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S
+            )
+        except PeerError as error:
+            self._judge_refusal(error)
+            return None
+        if not isinstance(reply, LeaseGrant):
+            log.warning("odd reply", peer=self._mesh.settings.learner, reason=type(reply).__name__)
+            return None
+        return reply
+
+    def _judge_refusal(self, error: PeerError) -> None:
+        """A refusal that no waiting will change ends the actor; anything else is tried again."""
+        code = getattr(error, "code", "")
+        if code == "run-ended":
+            raise RunEnded
+        if code in ("not-admitted", "wrong-digests"):
+            raise UsageError(error.what, error.hint or "Ask whoever runs the learner.")
+        log.debug("no leases", reason=str(error))
+
+    async def _work(self, engine: EnginePort, lease: Lease, run_seed: int) -> None:
+        """One lease, from prompt to outbox. A prompt the engine cannot take is handed back."""
+        taken_s = trio.current_time()
+        try:
+            with trio.move_on_after(lease.ttl_s) as deadline:
+                generations = await engine.generate(
+                    GenerationRequest(
+                        request_id=lease.lease_id,
+                        prompt_ids=lease.prompt_ids,
+                        indices=lease.indices,
+                        sampling=lease.sampling,
+                    )
+                )
+            if deadline.cancelled_caught:
+                engine.cancel_nowait(lease.lease_id)
+                log.info("lease ran out", claim=lease.lease_id[:8], seconds=lease.ttl_s)
+                return
+            expires_s = taken_s + lease.ttl_s + KEEP_AFTER_LEASE_S
+            for generation in generations:
+                header = await self._finish(engine, lease, generation, run_seed)
+                self.outbox.add(header, trio.current_time(), expires_s=expires_s)
+            self._stirred.set()
+        except UsageError as error:
+            await self._hand_back((lease,), str(error)[:200])
+        finally:
+            self._held.pop(lease.lease_id, None)
+            self._freed.set()
+            self._freed = trio.Event()
+
+    async def _finish(
+        self, engine: EnginePort, lease: Lease, generation: Generation, run_seed: int
+    ) -> TrajectoryHeader:
+        """Score a generation and seal it. Payloads too large for gossip wait in the store."""
+        item = self._task.item(run_seed, lease.item_index)
+        score = self._task.score(
+            item,
+            self._codec.decode(generation.token_ids),
+            finished=generation.stop_reason is StopReason.STOP,
+        )
+        trajectory = make_trajectory(
+            lease,
+            generation,
+            run_id=self._mesh.run_id,
+            reward=score.reward,
+            metrics=score.metrics,
+            engine=engine,
+            weights=self._weights,
+        )
+        self.completion_tokens += len(generation.token_ids) // 4
+        payload = self._mesh.seal(trajectory)
+        inline = payload if len(payload) <= limits.INLINE_PAYLOAD_SIZE_BYTES_MAX else None
+        if inline is None:
+            ref = await trio.to_thread.run_sync(self._mesh.store.add, ChunkKind.TRAJECTORY, payload)
+            self._mesh.store.pin(f"outbox {ref.digest.hex()}", (ref.digest,))
+        else:
+            ref = ChunkRef(
+                kind=ChunkKind.TRAJECTORY, digest=digest_of(payload), size_bytes=len(payload)
+            )
+        versions = [span.version for span in generation.segments]
+        return TrajectoryHeader(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            index=generation.index,
+            version_min=min(versions),
+            version_max=max(versions),
+            tokens=len(trajectory.loss_mask),
+            reward=score.reward,
+            payload=ref,
+            inline=inline,
+        )
+
+    async def _send(self, send: Send) -> None:
+        batch = RolloutBatch(headers=send.headers)
+        if not send.directly:
+            await self._mesh.gossip(batch)
+            return
+        try:
+            reply = await self._mesh.ask(self._mesh.settings.learner, batch)
+        except PeerError as error:
+            log.debug("learner away", reason=str(error))
+            return
+        if isinstance(reply, Verdicts):
+            self._take_verdicts(reply)
+
+    async def _hear_verdicts(self, sender: NodeId, verdicts: Verdicts) -> Done:
+        if sender != self._mesh.settings.learner:
+            raise PeerError("Only the learner gives verdicts.")
+        self._take_verdicts(verdicts)
+        return Done()
+
+    def _take_verdicts(self, verdicts: Verdicts) -> None:
+        done = {(header.lease_id, header.index) for header in self._release(verdicts)}
+        self.tally.count(
+            tuple(note for note in verdicts.notes if (note.lease_id, note.index) in done)
+        )
+        self._acknowledged.set()
+        self._acknowledged = trio.Event()
+
+    def _release(self, verdicts: Verdicts) -> tuple[TrajectoryHeader, ...]:
+        headers = self.outbox.acknowledge(verdicts.notes)
+        for header in headers:
+            if header.inline is None:
+                self._mesh.store.unpin(f"outbox {header.payload.digest.hex()}")
+                self._mesh.store.remove(header.payload.digest)
+        return headers
+
+    async def _hand_back(self, leases: tuple[Lease, ...], why: str) -> None:
+        for lease in leases:
+            self._held.pop(lease.lease_id, None)
+        if not leases:
+            return
+        message = LeaseReturn(lease_ids=tuple(lease.lease_id for lease in leases), why=why)
+        try:
+            await self._mesh.ask(self._mesh.settings.learner, message, timeout_s=2.0)
+        except (PeerError, LocalError) as error:
+            log.debug("leases not handed back", reason=str(error))
+
+
+def make_trajectory(
+    lease: Lease,
+    generation: Generation,
+    *,
+    run_id: str,
+    reward: float,
+    metrics: dict[str, float],
+    engine: EnginePort,
+    weights: Weights,
+) -> Trajectory:
+    """Put prompt and completion together: arrays over T = P + C tokens, P masked out.
+
+    Completion spans [start, end) move to trajectory coordinates by adding P.
+    """
+    prompt_length = len(lease.prompt_ids) // 4
+    completion_length = len(generation.token_ids) // 4
+    assert weights.newest is not None
+    manifest = weights.newest.manifest
+    return Trajectory(
+        run_id=run_id,
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        index=generation.index,
+        item_index=lease.item_index,
+        token_ids=lease.prompt_ids + generation.token_ids,
+        prompt_length=prompt_length,
+        loss_mask=bytes(prompt_length) + b"\x01" * completion_length,
+        logprobs=np.zeros(prompt_length, dtype="<f4").tobytes() + generation.logprobs,
+        segments=tuple(
+            VersionSpan(
+                version=span.version, start=span.start + prompt_length, end=span.end + prompt_length
+            )
+            for span in generation.segments
+        ),
+        reward=reward,
+        metrics=metrics,
+        stop_reason=generation.stop_reason,
+        sampling=lease.sampling,
+        cohort=engine.info.cohort,
+        tokenizer_digest=manifest.tokenizer_digest,
+        template_digest=manifest.template_digest,
+        task_digest=manifest.task.digest,
+    )

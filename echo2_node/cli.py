@@ -1,0 +1,462 @@
+"""The command `echo2-node`: reads what a person typed, starts what was asked, says what went wrong.
+
+Decides nothing about a run. Daemons, torch and libp2p are imported by the one command that needs
+them, so help and `status` answer at once. Deliberate errors end as one paragraph and the exit code
+of their class: 2 the person's, 3 this host's, 4 a peer's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from echo2_mesh.errors import Echo2Error, UsageError
+from echo2_node import sightings
+from echo2_node.config import ActorConfig, convert, dump, load_run
+
+if TYPE_CHECKING:
+    from echo2_node.config import RunConfig
+    from echo2_node.learner.ledger import Ledger
+
+WATCH_INTERVAL_S = 1.0
+
+app = typer.Typer(
+    name="echo2-node",
+    help="Train language models by reinforcement learning on whatever machines join.",
+    epilog="Try `echo2-node demo` first. Every command explains itself with --help.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+keys_app = typer.Typer(no_args_is_help=True, help="Node identities: one Ed25519 key file each.")
+ledger_app = typer.Typer(
+    no_args_is_help=True, help="What became of every lease and rollout of a run."
+)
+app.add_typer(keys_app, name="keys")
+app.add_typer(ledger_app, name="ledger")
+
+out = Console()
+errors = Console(stderr=True)
+
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        envvar="ECHO2_STATE_DIR",
+        help="The node's own folder: key, chunks, status, logs. Default: this user's state folder.",
+        show_default=False,
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Developers' log events too.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+RunName = Annotated[
+    str | None,
+    typer.Argument(
+        help="A run's name or id, or a learner's state folder; may be left out if there "
+        "is only one."
+    ),
+]
+
+
+def main() -> None:
+    """Run the command and turn deliberate errors into a paragraph and an exit code."""
+    try:
+        app()
+    except Echo2Error as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+
+
+def show_error(error: Echo2Error) -> None:
+    """What happened, and apart from it what to do now."""
+    errors.print(f"[red]error:[/red] {_escape(error.what)}", highlight=False, soft_wrap=True)
+    if error.hint:
+        errors.print(_escape(error.hint), highlight=False, soft_wrap=True)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        from echo2_mesh import limits
+
+        out.print(
+            f"echo2-node {version('echo2')} (network version {limits.NETWORK_VERSION}, "
+            f"Python {sys.version.split()[0]})",
+            highlight=False,
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Versions, then exit."),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command()
+def learn(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that win over the file."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, print every setting, start nothing."),
+    ] = False,
+    state_dir: StateDir = None,
+    verbose: Verbose = False,
+) -> None:
+    """Run a learner: it offers prompts, judges rollouts, trains, and publishes versions."""
+    config = load_run(run_file, tuple(overrides or ()))
+    _check_names(config, dry_run=dry_run)
+    if dry_run:
+        out.print(dump(config), highlight=False, markup=False, soft_wrap=True, end="")
+        return
+    from echo2_node.foreground import learn_in_foreground
+
+    folder = state_dir or sightings.state_base() / config.run.name
+    why = learn_in_foreground(config, state_dir=folder, resume=resume, verbose=verbose)
+    errors.print(f"The run has ended: {why}. Its folder: {folder}", highlight=False, soft_wrap=True)
+
+
+def _check_names(config: RunConfig, *, dry_run: bool) -> None:
+    """Unknown names and a missing model are told before anything heavy loads."""
+    from echo2_node.learner.modelfolder import check_model_folder
+    from echo2_node.tasks.registry import make_task
+
+    make_task(config.task.id, config.task.args)
+    check_model_folder(Path(config.model.path))
+    if dry_run:
+        # Losses are tensor code: a dry run can wait for torch, a real one asks in the trainer.
+        from echo2_node.learner.losses import make_loss
+
+        make_loss(config.learner.loss, config.learner.loss_args)
+
+
+@app.command()
+def join(
+    ticket: Annotated[
+        str,
+        typer.Argument(
+            metavar="TICKET",
+            envvar="ECHO2_TICKET",
+            help="The word that the learner printed, or a file that holds it.",
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="What others' tables call this node.")] = "",
+    engine: Annotated[str, typer.Option(help="What generates: torch, vllm, ...")] = "torch",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 chooses.")] = 0,
+    sequences_max: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 64,
+    groups_in_flight_max: Annotated[int, typer.Option(help="Prompt groups held at once.")] = 8,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(help="Multiaddress to listen on; repeatable; '' to dial out only."),
+    ] = None,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="Address to tell others instead; repeatable.")
+    ] = None,
+    mdns: Annotated[bool, typer.Option(help="Find nodes on the local network.")] = True,
+    store_quota_bytes: Annotated[
+        int | None, typer.Option(help="Disk for weights and rollouts.", show_default=False)
+    ] = None,
+    drain_s: Annotated[float, typer.Option(help="Seconds to finish in when told to leave.")] = 20.0,
+    state_dir: StateDir = None,
+    verbose: Verbose = False,
+) -> None:
+    """Join a run as an actor: fetch its policy, generate rollouts, leave whenever you like."""
+    given: dict[str, Any] = {
+        "name": name,
+        "engine": engine,
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "sequences_max": sequences_max,
+        "groups_in_flight_max": groups_in_flight_max,
+        "announce": tuple(announce or ()),
+        "mdns": mdns,
+        "drain_s": drain_s,
+    }
+    if listen is not None:
+        given["listen"] = tuple(address for address in listen if address)
+    if store_quota_bytes is not None:
+        given["store_quota_bytes"] = store_quota_bytes
+    config: ActorConfig = convert(given, ActorConfig, where="the options of join")
+    from echo2_mesh.wire.ticket import read_ticket
+    from echo2_node.foreground import join_in_foreground
+
+    invitation = read_ticket(_ticket_text(ticket), now_unix_s=time.time())
+    place = f"actor-{invitation.run_id}" + (f"-{_as_file_name(name)}" if name else "")
+    folder = state_dir or sightings.state_base() / place
+    why = join_in_foreground(config, invitation, state_dir=folder, verbose=verbose)
+    errors.print(f"This node has left: {why}.", highlight=False)
+
+
+def _as_file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+
+
+def _ticket_text(text: str) -> str:
+    """The ticket itself, or the content of a file of that name."""
+    if len(text) < 1024 and ("/" in text or text.endswith(".txt")):
+        path = Path(text)
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"The ticket file {path} cannot be read: {error}.",
+                "Name the learner's ticket.txt, or paste the ticket itself.",
+            ) from error
+    return text
+
+
+@app.command()
+def ticket(run: RunName = None, state_dir: StateDir = None) -> None:
+    """Print the ticket of a learner on this host: whoever has it can join."""
+    folder = state_dir or sightings.find_folder(run, role="learner")
+    path = folder / "ticket.txt"
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"There is no ticket in {folder}.",
+            "A learner writes it once it listens; is one running there?",
+        ) from error
+    out.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+@app.command()
+def status(
+    run: Annotated[
+        str | None, typer.Argument(help="Only this run (name or id).", show_default=False)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it.")] = False,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+) -> None:
+    """Show every node of this user on this host, and the mesh as each of them sees it."""
+    if as_json:
+        _print_status_json(run, state_dir)
+    elif not watch:
+        out.print(_status_view(run, state_dir))
+    else:
+        from rich.live import Live
+
+        with Live(
+            _status_view(run, state_dir), console=out, screen=out.is_terminal, auto_refresh=False
+        ) as live:
+            while True:
+                time.sleep(WATCH_INTERVAL_S)
+                live.update(_status_view(run, state_dir), refresh=True)
+
+
+def _seen(run: str | None, state_dir: Path | None) -> tuple[sightings.Sighting, ...]:
+    found = sightings.find_sightings(state_dir)
+    return tuple(one for one in found if run in (None, one.snapshot.run_id, Path(one.folder).name))
+
+
+def _status_view(run: str | None, state_dir: Path | None) -> Any:
+    from rich.console import Group
+
+    from echo2_node.panel import render
+
+    found = _seen(run, state_dir)
+    if not found:
+        return (
+            f"No node{'' if run is None else f' of {run}'} is known under "
+            f"{state_dir or sightings.state_base()}. Start a learner with `echo2-node learn "
+            "RUN.toml` or join one with `echo2-node join TICKET`."
+        )
+    alive = [one for one in found if one.process != "stopped"]
+    parts: list[Any] = [render(one) for one in (alive or found)]
+    if alive and len(alive) < len(found):
+        parts.append(f"[dim]and {len(found) - len(alive)} stopped[/dim]")
+    return Group(*parts)
+
+
+def _print_status_json(run: str | None, state_dir: Path | None) -> None:
+    import msgspec
+
+    found = _seen(run, state_dir)
+    nodes = [
+        {"process": one.process, "folder": one.folder, **msgspec.to_builtins(one.snapshot)}
+        for one in found
+    ]
+    sys.stdout.write(json.dumps({"format": 1, "nodes": nodes}, indent=2) + "\n")
+
+
+KeyFile = Annotated[
+    Path | None, typer.Option("--key", help="The key file itself.", show_default=False)
+]
+
+
+@keys_app.command("show")
+def keys_show(key: KeyFile = None, state_dir: StateDir = None) -> None:
+    """Print node ids: of one key file, or of every node of this user. Never prints a key."""
+    from echo2_mesh.identity import Identity
+
+    if key is not None or state_dir is not None:
+        paths = [key or Path(str(state_dir)) / "key"]
+    else:
+        base = sightings.state_base()
+        paths = sorted((*base.glob("key"), *base.glob("*/key")))
+        if not paths:
+            raise UsageError(
+                f"There is no key under {base}.",
+                "A node makes its own when it first starts; `echo2-node keys new` makes one now.",
+            )
+    for path in paths:
+        out.print(f"{Identity.load(path).node}  {path}", highlight=False, soft_wrap=True)
+
+
+@keys_app.command("new")
+def keys_new(key: KeyFile = None, state_dir: StateDir = None) -> None:
+    """Make a key file (mode 0600). A key that is there is never overwritten."""
+    from echo2_mesh.identity import Identity
+
+    path = key or (state_dir or sightings.state_base()) / "key"
+    identity = Identity.generate()
+    identity.save(path)
+    out.print(f"{identity.node}  {path}", highlight=False, soft_wrap=True)
+
+
+@ledger_app.command("verify")
+def ledger_verify(run: RunName = None, as_json: AsJson = False) -> None:
+    """Prove that all consumed was consumed once and all refused has a reason; exit 1 if not."""
+    with _open_ledger(run) as ledger:
+        problems = ledger.verify()
+        summary = ledger.summary()
+    if as_json:
+        document = {"ok": not problems, "problems": list(problems), **_plain_dict(summary)}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        from echo2_node.ledgerview import verdict_lines
+
+        for line in verdict_lines(summary, tuple(problems)):
+            out.print(line, highlight=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+@ledger_app.command("show")
+def ledger_show(run: RunName = None, as_json: AsJson = False) -> None:
+    """Counts of a run: steps, versions, verdicts, staleness."""
+    with _open_ledger(run) as ledger:
+        summary = ledger.summary()
+    if as_json:
+        sys.stdout.write(json.dumps(_plain_dict(summary)) + "\n")
+        return
+    from echo2_node.ledgerview import summary_table
+
+    out.print(summary_table(summary))
+
+
+@ledger_app.command("actors")
+def ledger_actors(run: RunName = None, as_json: AsJson = False) -> None:
+    """Accepted and refused rollouts of each actor, with the reasons."""
+    with _open_ledger(run) as ledger:
+        summary = ledger.summary()
+    if as_json:
+        sys.stdout.write(json.dumps(_plain_dict(summary).get("actors", [])) + "\n")
+        return
+    from echo2_node.ledgerview import actors_table
+
+    out.print(actors_table(summary))
+
+
+def _open_ledger(run: str | None) -> Ledger:
+    from echo2_node.learner.ledger import Ledger
+
+    folder = sightings.find_folder(run, role="learner")
+    path = folder / "ledger.sqlite"
+    if not path.exists():
+        raise UsageError(
+            f"There is no ledger in {folder}.", "Name a learner's state folder or its run."
+        )
+    return Ledger.open(path)
+
+
+def _plain_dict(summary: object) -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
+    return plain
+
+
+@app.command()
+def demo(
+    steps: Annotated[
+        int | None, typer.Option(min=5, help="Training steps.", show_default=False)
+    ] = None,
+    actors: Annotated[
+        int, typer.Option(min=1, max=64, help="Actors at the start; one more joins late.")
+    ] = 3,
+    task: Annotated[str, typer.Option(help="sort_digits or countdown.")] = "sort_digits",
+    loss: Annotated[
+        str | None, typer.Option(help="grpo, dapo or dppo.", show_default=False)
+    ] = None,
+    staleness: Annotated[
+        int | None, typer.Option(min=0, help="S, in training steps.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the prompts and the sampling.")] = 0,
+    chaos: Annotated[
+        bool, typer.Option("--chaos/--no-chaos", help="Kill one actor, let another join late.")
+    ] = True,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the summary there.", show_default=False),
+    ] = None,
+    plot: Annotated[Path, typer.Option(metavar="FILE", help="The reward plot.")] = Path(
+        "echo2-demo.png"
+    ),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the state folders.")] = False,
+) -> None:
+    """Show the whole loop on this machine: a tiny model learns while actors come and go."""
+    from echo2_node.demo.show import Wishes, run_demo
+    from echo2_node.demo.summary import lines_of, write_json
+
+    wishes = Wishes(
+        steps=steps,
+        actors=actors,
+        task=task,
+        loss=loss,
+        staleness=staleness,
+        seed=seed,
+        chaos=chaos,
+        keep=keep,
+        plot=plot,
+    )
+    summary = run_demo(wishes, console=out)
+    if json_file is not None:
+        write_json(json_file, summary)
+    for line in lines_of(summary, plot=plot):
+        out.print(line, highlight=False, soft_wrap=True)
+    if not summary.ledger_verified:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The journal: the one way into the ledger, in order, off the event loop.
+
+Facts are appended at the moment they are decided and written by one task in one worker thread,
+as many as have gathered in one transaction. Whoever must not speak before they are kept waits
+for them. A full disk stops the writing, not the daemon: it is tried again until it works, and
+`paused` tells the desk to lease nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import structlog
+import trio
+
+from echo2_mesh.errors import LocalError
+from echo2_mesh.wire.types import Digest
+from echo2_node.learner.ledger import Ledger
+from echo2_node.scheduler.records import Record
+
+log = structlog.get_logger()
+
+Result = TypeVar("Result")
+
+FACTS_PER_TRANSACTION_MAX = 4096
+BACKLOG_FACTS_MAX = 16_384
+"""Facts not yet written; above it intake and offers wait."""
+RETRY_FIRST_S = 0.5
+RETRY_LONGEST_S = 10.0
+
+
+class Journal:
+    """Appended facts, the oldest not yet written first."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._thread = trio.CapacityLimiter(1)
+        self._facts: list[Record] = []
+        self._payloads: dict[Digest, bytes] = {}
+        self._appended = 0
+        self._written = 0
+        self._stirred = trio.Event()
+        self._advanced = trio.Event()
+        self.last_error = ""
+
+    @property
+    def paused(self) -> bool:
+        """The last attempt to write failed."""
+        return bool(self.last_error)
+
+    def append(self, facts: Sequence[Record], payloads: dict[Digest, bytes]) -> None:
+        """Add facts; never waits, so that their order is the order of the decisions."""
+        self._facts += facts
+        self._payloads |= payloads
+        self._appended += len(facts)
+        self._stirred.set()
+
+    async def wait_written(self) -> None:
+        """Return when everything appended so far is kept."""
+        mark = self._appended
+        while self._written < mark:
+            await self._advanced.wait()
+
+    async def wait_room(self) -> None:
+        """Return when the backlog is short enough to take more."""
+        while self._appended - self._written >= BACKLOG_FACTS_MAX:
+            await self._advanced.wait()
+
+    async def read(self, question: Callable[[], Result]) -> Result:
+        """Ask the ledger something, between two transactions."""
+        return await trio.to_thread.run_sync(question, limiter=self._thread)
+
+    async def run(self) -> None:
+        """Write for ever.
+
+        Errors:
+            sqlite3.IntegrityError: a fact contradicts the books: our bug, ends the daemon.
+        """
+        retry_s = RETRY_FIRST_S
+        while True:
+            while not self._facts:
+                await self._stirred.wait()
+                self._stirred = trio.Event()
+            count = min(len(self._facts), FACTS_PER_TRANSACTION_MAX)
+            facts, payloads = self._facts[:count], dict(self._payloads)
+            try:
+                await self.read(lambda f=facts, p=payloads: self._ledger.apply(f, p))  # type: ignore[misc]
+            except LocalError as error:
+                log.warning("ledger cannot be written", reason=str(error), seconds=retry_s)
+                self.last_error = error.what
+                await trio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_LONGEST_S)
+                continue
+            retry_s, self.last_error = RETRY_FIRST_S, ""
+            del self._facts[:count]
+            for digest in payloads:
+                if not self._facts:
+                    self._payloads.pop(digest, None)
+            self._written += count
+            self._advanced.set()
+            self._advanced = trio.Event()

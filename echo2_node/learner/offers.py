@@ -1,0 +1,137 @@
+"""Offers: who may have leases, and leases on their way out.
+
+Checks what an asking actor says about itself against the run, with the difference in the refusal;
+then the clerk decides and the request waits for a slot for a while, so that actors need not poll.
+Nothing leaves before it is in the ledger. Called by the desk for each LeaseRequest.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+import msgspec
+import trio
+
+from echo2_mesh import limits
+from echo2_mesh.wire.messages import LeaseGrant, LeaseRequest, Refusal
+from echo2_mesh.wire.ticket import admission_proof
+from echo2_mesh.wire.types import Digest, NodeId
+from echo2_node.learner.journal import Journal
+from echo2_node.learner.prompts import Prompts
+from echo2_node.scheduler import events
+from echo2_node.scheduler.clerk import RETRY_AFTER_S
+from echo2_node.scheduler.events import ClerkEvent
+
+HOLD_S = 2.0
+"""How long a request waits for a slot before it is answered empty."""
+GRANT_BYTES_MAX = limits.ASK_SIZE_BYTES_MAX // 2
+LEASE_OVERHEAD_BYTES = 1024
+
+Feed = Callable[[ClerkEvent], object]
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor must have in common with the run."""
+
+    run_id: str
+    tokenizer_digest: Digest
+    template_digest: Digest
+    task_digest: Digest
+    admission_secret: bytes | None
+    """None: the run is open."""
+
+
+class Offers:
+    """Open requests and their answers."""
+
+    def __init__(self, terms: Terms, prompts: Prompts, journal: Journal, feed: Feed) -> None:
+        self._terms = terms
+        self._prompts = prompts
+        self._journal = journal
+        self._feed = feed
+        self._requests = 0
+        self._answers: dict[int, events.Granted | None] = {}
+        self._answered: dict[int, trio.Event] = {}
+        self.refused = 0
+
+    async def answer(self, actor: NodeId, request: LeaseRequest) -> LeaseGrant | Refusal:
+        """Leases for `actor` as soon as there are some, none after `HOLD_S`, or why not."""
+        refusal = self._refusal(actor, request)
+        if refusal is not None:
+            self.refused += 1
+            return refusal
+        if self._journal.paused:
+            return LeaseGrant(leases=(), retry_after_s=1.0, run_seed=self._prompts.seed)
+        granted = await self._ask_clerk(actor, request)
+        if granted.leases:
+            await self._journal.wait_written()
+        return LeaseGrant(
+            leases=tuple(self._prompts.lease(lease) for lease in granted.leases),
+            retry_after_s=granted.retry_after_s,
+            run_seed=self._prompts.seed,
+        )
+
+    async def _ask_clerk(self, actor: NodeId, request: LeaseRequest) -> events.Granted:
+        self._requests += 1
+        number = self._requests
+        self._answered[number] = trio.Event()
+        try:
+            self._feed(
+                events.Requested(
+                    request=number,
+                    actor=actor,
+                    version=request.version,
+                    groups_max=min(request.groups_max, self._groups_that_fit()),
+                    until_s=trio.current_time() + HOLD_S,
+                )
+            )
+            with trio.move_on_after(2 * HOLD_S):
+                await self._answered[number].wait()
+            granted = self._answers.pop(number, None)
+        finally:
+            del self._answered[number]
+            self._give_back(actor, number)
+        return granted or events.Granted(request=number, leases=(), retry_after_s=RETRY_AFTER_S)
+
+    def _give_back(self, actor: NodeId, number: int) -> None:
+        """The request is over; what was granted and not collected goes to somebody else."""
+        self._feed(events.Withdrawn(request=number))
+        left = self._answers.pop(number, None)
+        if left is not None and left.leases:
+            lease_ids = tuple(lease.lease_id for lease in left.leases)
+            self._feed(events.Returned(actor=actor, lease_ids=lease_ids))
+
+    def deliver(self, granted: events.Granted) -> None:
+        """The clerk's answer to a request."""
+        waiting = self._answered.get(granted.request)
+        if waiting is not None:
+            self._answers[granted.request] = granted
+            waiting.set()
+
+    def _groups_that_fit(self) -> int:
+        """Leases carry their prompts, and a reply has a bound."""
+        return max(1, GRANT_BYTES_MAX // (LEASE_OVERHEAD_BYTES + self._prompts.size_bytes_max))
+
+    def _refusal(self, actor: NodeId, request: LeaseRequest) -> Refusal | None:
+        terms = self._terms
+        if terms.admission_secret is not None:
+            proof = admission_proof(terms.admission_secret, run_id=terms.run_id, node=actor)
+            if not hmac.compare_digest(proof, request.admission):
+                return Refusal(
+                    code="not-admitted",
+                    text="This run is closed and your ticket does not hold its secret. Ask "
+                    "whoever runs the learner for a ticket and join with that.",
+                )
+        for name, mine, yours in (
+            ("tokenizer", terms.tokenizer_digest, request.tokenizer_digest),
+            ("chat template", terms.template_digest, request.template_digest),
+            ("task", terms.task_digest, request.task_digest),
+        ):
+            if mine != yours:
+                return Refusal(
+                    code="wrong-digests",
+                    text=f"Your {name} is {yours.hex()[:8]}, this run's is {mine.hex()[:8]}. "
+                    "Join again with the run's current ticket and the same version of echo2.",
+                )
+        return None

@@ -1,0 +1,94 @@
+"""From the trainer's weights to an announced version: export, manifest, signature, announcement.
+
+The trainer's process writes the chunks; this room, which has the key, signs the manifest that
+names them. Also prints the ticket, whose manifest digest is the run's first. Called by
+`learner.daemon`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+import trio
+
+from echo2_mesh.mesh import Mesh
+from echo2_mesh.wire.messages import ChunkRef, Manifest
+from echo2_mesh.wire.ticket import RunTicket, write_ticket
+from echo2_mesh.wire.types import ChunkKind, PolicyVersion
+from echo2_node.config import RunConfig
+from echo2_node.learner.place import Place
+from echo2_node.learner.port import Trainer
+from echo2_node.tasks.protocol import Task
+from echo2_node.tasks.registry import task_spec
+
+log = structlog.get_logger()
+
+
+class Publisher:
+    """Publishes versions of one run."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        trainer: Trainer,
+        *,
+        place: Place,
+        task: Task,
+        config: RunConfig,
+        secret: bytes | None,
+    ) -> None:
+        self._mesh = mesh
+        self._trainer = trainer
+        self._place = place
+        self._task = task_spec(task)
+        self._config = config
+        self._secret = secret
+
+    async def publish(self, version: PolicyVersion) -> ChunkRef:
+        """Export, sign and announce `version`; the manifest's reference.
+
+        Errors:
+            LocalError: the trainer died or the disk is full.
+        """
+        exported = await self._trainer.export(version)
+        manifest = Manifest(
+            run_id=self._mesh.run_id,
+            version=version,
+            chunks=exported.chunks,
+            tensors=exported.tensors,
+            tied=exported.tied,
+            files=exported.files,
+            state_digest=exported.state_digest,
+            tokenizer_digest=exported.tokenizer_digest,
+            template_digest=exported.template_digest,
+            task=self._task,
+            probe=exported.probe,
+            created_unix_ms=int(time.time() * 1000),
+        )
+        sealed = self._mesh.seal(manifest)
+        ref = await trio.to_thread.run_sync(self._mesh.store.add, ChunkKind.MANIFEST, sealed)
+        size_bytes = sum(chunk.size_bytes for chunk in exported.chunks)
+        await self._mesh.announce_version(ref, manifest, size_bytes)
+        self._write_ticket(ref)
+        log.debug("version published", version=version, bytes=size_bytes, seconds=exported.seconds)
+        return ref
+
+    def _write_ticket(self, ref: ChunkRef) -> None:
+        """The ticket names the addresses of now and the manifest of the first version."""
+        first = self._place.folder / "first_manifest"
+        if not first.exists():
+            self._place.write("first_manifest", ref.digest.hex() + "\n")
+        hours = self._config.mesh.ticket_hours
+        ticket = write_ticket(
+            RunTicket(
+                run_id=self._mesh.run_id,
+                learner=self._mesh.node,
+                addresses=self._mesh.addresses(),
+                manifest=bytes.fromhex(first.read_text(encoding="ascii").strip()),
+                secret=self._secret,
+                expires_unix_s=int(time.time() + 3600 * hours) if hours else None,
+            )
+        )
+        if not self._place.ticket.exists() or self._place.ticket.read_text().strip() != ticket:
+            self._place.write("ticket.txt", ticket + "\n", mode=0o600)

@@ -1,0 +1,117 @@
+"""How a status document looks on a terminal. Draws only; `status` holds what is drawn.
+
+Called by the command line and by the demo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from echo2_node.sightings import Sighting
+from echo2_node.status import MemberRow
+from echo2_node.telemetry import short_id
+
+CELL_CHARACTERS_MAX = 48
+ERROR_CHARACTERS_MAX = 400
+
+
+def render(sighting: Sighting) -> RenderableType:
+    """A headline, the mesh table and what went wrong, as `status` prints them."""
+    snapshot = sighting.snapshot
+    parts: list[RenderableType] = [_headline(sighting)]
+    if snapshot.members:
+        parts.append(_table(snapshot.members))
+    if snapshot.refusals:
+        refusals = sorted(snapshot.refusals.items(), key=lambda pair: -pair[1])
+        words = ", ".join(f"{reason} {count}" for reason, count in refusals)
+        parts.append(Text(f"refused: {words}"))
+    if snapshot.staleness_histogram:
+        histogram = sorted(snapshot.staleness_histogram.items(), key=lambda pair: int(pair[0]))
+        words = ", ".join(f"{age}: {count}" for age, count in histogram)
+        limit = snapshot.staleness_limit_steps
+        parts.append(Text(f"staleness in steps: {words} (limit {limit})"))
+    if snapshot.last_error:
+        parts.append(
+            _plain(f"last error: {snapshot.last_error}", characters_max=ERROR_CHARACTERS_MAX)
+        )
+    if snapshot.log_folder:
+        parts.append(Text(f"logs: {snapshot.log_folder}", style="dim", overflow="fold"))
+    return Group(*parts)
+
+
+def _headline(sighting: Sighting) -> Text:
+    snapshot = sighting.snapshot
+    colour = {"running": "green", "silent": "yellow", "stopped": "red"}[sighting.process]
+    line = Text(snapshot.run_id, style="bold")
+    line.append(f"  {snapshot.role} {snapshot.name or short_id(snapshot.node)}", style="not bold")
+    line.append(f"  {sighting.state}", style=f"not bold {colour}")
+    words = []
+    if snapshot.steps:
+        words.append(f"step {snapshot.step}/{snapshot.steps}")
+    if snapshot.version is not None:
+        words.append(f"version {snapshot.version}")
+    if snapshot.reward_last is not None:
+        words.append(f"reward {snapshot.reward_last:.3f}")
+    if snapshot.groups_alive_max:
+        words.append(f"groups {snapshot.groups_alive}/{snapshot.groups_alive_max}")
+    line.append("".join(f"  {word}" for word in words), style="not bold")
+    return line
+
+
+def _table(members: Sequence[MemberRow]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("node", "role", "state"):
+        table.add_column(title)
+    for title in ("version", "lag", "tokens/s", "accepted", "refused"):
+        table.add_column(title, justify="right")
+    for title in ("commonest reason", "weights"):
+        table.add_column(title)
+    table.add_column("seen", justify="right")
+    for member in sorted(members, key=lambda one: (one.role != "learner", one.standing, one.name)):
+        style = {"suspect": "yellow", "gone": "dim"}.get(member.standing, "")
+        cells = (
+            member.name or short_id(member.node),
+            member.role,
+            member.state if member.standing == "up" else member.standing,
+            _or_dash(member.version),
+            _or_dash(member.lag),
+            f"{member.tokens_per_s:,.0f}",
+            str(member.accepted),
+            str(member.refused),
+            member.commonest_refusal or "",
+            _progress(member),
+            f"{member.seen_s_ago:.0f} s",
+        )
+        table.add_row(*(_plain(cell) for cell in cells), style=style)
+    return table
+
+
+def _progress(member: MemberRow) -> str:
+    if member.fetch_bytes == 0:
+        return ""
+    if member.fetched_bytes >= member.fetch_bytes:
+        return "complete"
+    return f"{member.fetched_bytes / member.fetch_bytes:.0%} of {_size(member.fetch_bytes)}"
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def _plain(text: str, *, characters_max: int = CELL_CHARACTERS_MAX) -> Text:
+    """Peers choose their names: no markup and no control characters of theirs reach a terminal."""
+    return Text("".join(c if c.isprintable() else "?" for c in text)[:characters_max])
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,238 @@
+"""The one status document: what a node says of itself and of its mesh, free of secrets.
+
+Daemons write a `Snapshot` into their state folder every second or so through a `Reporter`; the
+`status` command, the demo's progress and any page read it (`sightings` finds it, `panel` draws
+it). Nothing here decides anything or talks to a peer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from echo2_mesh.errors import LocalError
+from echo2_node.telemetry import FULL_DISK
+
+if TYPE_CHECKING:
+    from echo2_mesh.mesh import Member, Mesh
+
+FORMAT = 1
+STATUS_FILE = "status.json"
+STATUS_SIZE_BYTES_MAX = 16 * 1024 * 1024
+
+
+class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One node as this node sees it. `lag` counts versions behind the newest known one."""
+
+    node: str
+    name: str = ""
+    role: str
+    state: str
+    standing: str = "up"
+    """up, suspect or gone."""
+    version: int | None = None
+    lag: int | None = None
+    tokens_per_s: float = 0.0
+    accepted: int = 0
+    refused: int = 0
+    commonest_refusal: str | None = None
+    fetched_bytes: int = 0
+    fetch_bytes: int = 0
+    """Size of the version being fetched; 0 where nothing is."""
+    seen_s_ago: float = 0.0
+    last_error: str = ""
+    joined_unix_ms: int = 0
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A node at one moment. Fields are only ever added; readers ignore what they do not know."""
+
+    format: Annotated[int, Meta(ge=1)] = FORMAT
+    role: str
+    node: str
+    name: str = ""
+    run_id: str
+    state: str
+    """A word: starting, fetching, waiting, generating, training, publishing, ended, failed, ..."""
+    step: int = 0
+    steps: int = 0
+    """0 where the node does not know how long the run is."""
+    version: int | None = None
+    pid: int
+    updated_unix_ms: int
+    started_unix_ms: int
+    staleness_limit_steps: int | None = None
+    reward_last: float | None = None
+    members: tuple[MemberRow, ...] = ()
+    refusals: dict[str, int] = {}
+    staleness_histogram: dict[str, int] = {}
+    """Staleness in steps -> consumed trajectories."""
+    groups_alive: int = 0
+    groups_alive_max: int = 0
+    counters: dict[str, int] = {}
+    last_error: str = ""
+    log_folder: str = ""
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """What the writing node itself counted of another; it wins over that node's own claim."""
+
+    accepted: int
+    refused: int
+    commonest_refusal: str | None = None
+
+
+class Reporter:
+    """Makes snapshots of a mesh and writes them into a state folder.
+
+    Args:
+        state_dir: gets `status.json`; its `logs` folder is named in the document.
+        role: learner or actor.
+        name: what people call this node; may be empty.
+        fixed: fields that never change: `steps`, `staleness_limit_steps`.
+    """
+
+    def __init__(self, state_dir: Path, *, role: str, name: str = "", **fixed: Any) -> None:
+        self._path = state_dir / STATUS_FILE
+        self._own = {"role": role, "name": name, "log_folder": str(state_dir / "logs"), **fixed}
+        self._started_unix_ms = _now_unix_ms()
+        self._joined_unix_ms: dict[str, int] = {}
+
+    def write(
+        self, mesh: Mesh, *, state: str, tallies: Mapping[str, Tally] | None = None, **fields: Any
+    ) -> Snapshot:
+        """Write the current snapshot and return it.
+
+        Args:
+            state: what this node is doing, one word.
+            tallies: what this node counted of others, by node id.
+            fields: any other field of `Snapshot` that changes.
+
+        Errors:
+            LocalError: the state folder cannot be written (a full disk is no error).
+        """
+        now_unix_ms = _now_unix_ms()
+        members = mesh.members()
+        versions = [m.heartbeat.version for m in members if m.heartbeat.version is not None]
+        newest = max((*versions, fields.get("version") or 0))
+        for name in ("refusals", "staleness_histogram"):
+            if name in fields:
+                counts = fields[name].items()
+                fields[name] = {str(getattr(k, "value", k)): count for k, count in counts}
+        snapshot = Snapshot(
+            **self._own,
+            node=mesh.node,
+            run_id=mesh.run_id,
+            state=state,
+            pid=os.getpid(),
+            updated_unix_ms=now_unix_ms,
+            started_unix_ms=self._started_unix_ms,
+            counters=dict(mesh.counters),
+            members=tuple(
+                self._row(member, newest, now_unix_ms, (tallies or {}).get(member.node))
+                for member in members
+            ),
+            **fields,
+        )
+        if all(row.node != mesh.node for row in snapshot.members):
+            own = _own_row(snapshot, newest)
+            snapshot = msgspec.structs.replace(snapshot, members=(own, *snapshot.members))
+        write_snapshot(self._path, snapshot)
+        return snapshot
+
+    def _row(self, member: Member, newest: int, now_unix_ms: int, tally: Tally | None) -> MemberRow:
+        """A member as heard; when it joined is by this host's clock, peers' are never compared."""
+        heard = member.heartbeat
+        reason = heard.commonest_refusal
+        if tally is None:
+            tally = Tally(
+                accepted=heard.accepted,
+                refused=heard.refused,
+                commonest_refusal=reason.value if reason is not None else None,
+            )
+        return MemberRow(
+            node=member.node,
+            name=heard.name,
+            role=heard.role.value,
+            state=heard.state,
+            standing=str(getattr(member.standing, "value", member.standing)),
+            version=heard.version,
+            lag=None if heard.version is None else newest - heard.version,
+            tokens_per_s=heard.tokens_per_s,
+            accepted=tally.accepted,
+            refused=tally.refused,
+            commonest_refusal=tally.commonest_refusal,
+            fetched_bytes=heard.fetched_bytes,
+            fetch_bytes=heard.fetch_bytes,
+            seen_s_ago=member.seen_s_ago,
+            last_error=heard.last_error,
+            joined_unix_ms=self._joined_unix_ms.setdefault(member.node, now_unix_ms),
+        )
+
+
+def _own_row(snapshot: Snapshot, newest: int) -> MemberRow:
+    return MemberRow(
+        node=snapshot.node,
+        name=snapshot.name,
+        role=snapshot.role,
+        state=snapshot.state,
+        version=snapshot.version,
+        lag=None if snapshot.version is None else newest - snapshot.version,
+        joined_unix_ms=snapshot.started_unix_ms,
+    )
+
+
+def _now_unix_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> bool:
+    """Replace the status document whole; False where the disk is full.
+
+    Errors:
+        LocalError: the folder cannot be written for another reason.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.encode(snapshot))
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if error.errno in FULL_DISK:
+            return False
+        raise LocalError(f"The status file {path} cannot be written: {error}.") from error
+    return True
+
+
+def read_snapshot(path: Path) -> Snapshot | None:
+    """The status document at `path`, None if there is none.
+
+    Errors:
+        LocalError: the file is unreadable, damaged, or of a later format.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(STATUS_SIZE_BYTES_MAX + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise LocalError(f"The status file {path} cannot be read: {error}.") from error
+    try:
+        snapshot = msgspec.json.decode(data[:STATUS_SIZE_BYTES_MAX], type=Snapshot)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LocalError(
+            f"The status file {path} is damaged: {error}.",
+            "A running daemon replaces it within seconds; remove it if none runs.",
+        ) from error
+    if snapshot.format > FORMAT:
+        raise LocalError(
+            f"The status file {path} has format {snapshot.format}; this program reads {FORMAT}.",
+            "Update this program.",
+        )
+    return snapshot

@@ -1,0 +1,468 @@
+"""The vectors in `proto/vectors`, made from fixed seeds: one file a kind, one each for the envelope
+and the ticket.
+
+Called by `scripts/schema` alone. Golden vectors carry bytes and their meaning; must-reject ones
+carry bytes and the name of the refusal (`proto/envelope.md`, `proto/ticket.md` list the names).
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Any
+
+import blake3
+import msgspec
+
+from echo2_mesh import limits
+from echo2_mesh.identity import Identity
+from echo2_mesh.wire import messages as m
+from echo2_mesh.wire.codec import Envelope, signed_bytes
+from echo2_mesh.wire.ticket import RunTicket, admission_proof, write_ticket
+from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion, Reason, Role, StopReason
+
+RUN_ID = "vectors-0123"
+LEARNER = Identity(bytes(range(32)))
+ACTOR = Identity(bytes(range(32, 64)))
+NOW_UNIX_S = 1_800_000_000
+SECRET = bytes(range(64, 80))
+LEASE_ID, GROUP_ID = "00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100"
+
+Vector = dict[str, Any]
+
+
+def digest(text: str) -> Digest:
+    return Digest(blake3.blake3(text.encode()).digest())
+
+
+def int32s(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def float32s(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+CHUNK = m.ChunkRef(kind=ChunkKind.FULL, digest=digest("chunk"), size_bytes=5)
+MANIFEST_REF = m.ChunkRef(kind=ChunkKind.MANIFEST, digest=digest("manifest"), size_bytes=8)
+PAYLOAD_REF = m.ChunkRef(kind=ChunkKind.TRAJECTORY, digest=digest("inline"), size_bytes=6)
+COHORT = m.Cohort(engine="torch", dtype="float32", device="cpu")
+DIGESTS = {
+    "tokenizer_digest": digest("tokenizer"),
+    "template_digest": digest("template"),
+    "task_digest": digest("task"),
+}
+PROBE = m.Probe(token_ids=int32s(2, 3, 4), logprobs=float32s(-0.5, -1.25))
+V0, V7 = PolicyVersion(0), PolicyVersion(7)
+LEASE = m.Lease(
+    lease_id=LEASE_ID,
+    group_id=GROUP_ID,
+    item_index=12,
+    prompt_ids=int32s(2, 3, 12),
+    indices=(0, 1),
+    group_size=2,
+    sampling=m.Sampling(),
+    version_min=V0,
+    ttl_s=300.0,
+)
+HEADER = m.TrajectoryHeader(
+    lease_id=LEASE_ID,
+    group_id=GROUP_ID,
+    index=1,
+    version_min=V0,
+    version_max=V7,
+    tokens=5,
+    reward=0.5,
+    payload=PAYLOAD_REF,
+    inline=b"inline",
+)
+MANIFEST = m.Manifest(
+    run_id=RUN_ID,
+    version=V7,
+    chunks=(CHUNK,),
+    tensors=(m.TensorSpan(name="w", dtype="BF16", shape=(1, 2), offset_bytes=0, size_bytes=4),),
+    tied=(("lm_head.weight", "w"),),
+    files=(m.FileRef(name="config.json", chunks=(CHUNK,)),),
+    state_digest=digest("state"),
+    tokenizer_digest=digest("tokenizer"),
+    template_digest=digest("template"),
+    task=m.TaskSpec(task_id="sort_digits", args_json='{"digits":6}', digest=digest("task")),
+    probe=PROBE,
+    created_unix_ms=1_700_000_000_000,
+)
+TRAJECTORY = m.Trajectory(
+    run_id=RUN_ID,
+    lease_id=LEASE_ID,
+    group_id=GROUP_ID,
+    index=1,
+    item_index=12,
+    token_ids=int32s(2, 3, 12, 4, 1),
+    prompt_length=3,
+    loss_mask=bytes((0, 0, 0, 1, 1)),
+    logprobs=float32s(0.0, 0.0, 0.0, -0.5, -0.25),
+    segments=(
+        m.VersionSpan(version=V0, start=3, end=4),
+        m.VersionSpan(version=V7, start=4, end=5),
+    ),
+    reward=0.5,
+    metrics={"exact": 0.0},
+    stop_reason=StopReason.STOP,
+    sampling=m.Sampling(temperature=0.7, top_p=0.9, top_k=20, tokens_max=8, seed=99),
+    cohort=COHORT,
+    **DIGESTS,
+)
+HEARTBEAT = m.Heartbeat(
+    role=Role.ACTOR, state="generating", incarnation_unix_ms=1_700_000_000_000, sequence=3
+)
+FULL_HEARTBEAT = msgspec.structs.replace(
+    HEARTBEAT,
+    name="kitchen",
+    addresses=("/ip4/192.0.2.7/tcp/4201",),
+    version=V7,
+    tokens_per_s=1234.5,
+    cohort=COHORT,
+    accepted=10,
+    refused=2,
+    commonest_refusal=Reason.STALE,
+    fetched_bytes=5,
+    fetch_bytes=10,
+    last_error="disk nearly full",
+)
+REQUEST = m.LeaseRequest(version=V7, groups_max=4, cohort=COHORT, **DIGESTS)
+
+SAMPLES: dict[str, tuple[m.Message, ...]] = {
+    "manifest": (MANIFEST,),
+    "announce": (
+        m.Announce(version=V7, manifest=MANIFEST_REF, size_bytes=9, incarnation_unix_ms=1),
+    ),
+    "heartbeat": (HEARTBEAT, FULL_HEARTBEAT),
+    "goodbye": (m.Goodbye(incarnation_unix_ms=1), m.Goodbye(incarnation_unix_ms=1, why="bye")),
+    "lease-request": (
+        REQUEST,
+        msgspec.structs.replace(
+            REQUEST, admission=admission_proof(SECRET, run_id=RUN_ID, node=ACTOR.node)
+        ),
+    ),
+    "lease-grant": (m.LeaseGrant(leases=()), m.LeaseGrant(leases=(LEASE,), run_seed=42)),
+    "lease-return": (m.LeaseReturn(lease_ids=(LEASE_ID,), why="leaving"),),
+    "rollout-batch": (
+        m.RolloutBatch(headers=(HEADER,)),
+        m.RolloutBatch(headers=(msgspec.structs.replace(HEADER, inline=None), HEADER)),
+    ),
+    "trajectory": (TRAJECTORY,),
+    "verdicts": (
+        m.Verdicts(notes=()),
+        m.Verdicts(notes=(m.VerdictNote(lease_id=LEASE_ID, index=1, verdict=Reason.ADMITTED),)),
+    ),
+    "catch-up": (m.CatchUp(),),
+    "caught-up": (m.CaughtUp(), m.CaughtUp(announce=b"envelope", heartbeats=(b"a", b"b"))),
+    "holdings-ask": (m.HoldingsAsk(manifest=digest("manifest")),),
+    "holdings": (m.Holdings(manifest=digest("manifest"), bitmap=bytes((0b00000101,))),),
+    "done": (m.Done(),),
+    "refusal": (m.Refusal(code="busy", text="Too many questions at once. Ask again in 1 s."),),
+    "blob-ask": (m.BlobAsk(digest=digest("chunk"), size_bytes=5),),
+}
+
+ILLEGAL: dict[str, dict[str, dict[str, Any]]] = {
+    "manifest": {
+        "a negative version": {"version": -1},
+        "a digest of 31 bytes": {"state_digest": b"\0" * 31},
+        "a file name with a path in it": {"files": [{"name": "../key", "chunks": []}]},
+        "a file name that ends in a line break": {"files": [{"name": "key\n", "chunks": []}]},
+    },
+    "announce": {
+        "a negative version": {"version": -1},
+        "a version above 2^53": {"version": 2**53 + 1},
+        "a manifest digest of 33 bytes": {
+            "manifest": {"kind": "manifest", "digest": b"\0" * 33, "size_bytes": 1}
+        },
+        "a chunk above the limit": {
+            "manifest": {
+                "kind": "manifest",
+                "digest": b"\0" * 32,
+                "size_bytes": limits.CHUNK_SIZE_BYTES_MAX + 1,
+            }
+        },
+    },
+    "heartbeat": {
+        "an unknown role": {"role": "king"},
+        "a rate that is no number": {"tokens_per_s": math.nan},
+        "an infinite rate": {"tokens_per_s": math.inf},
+        "too many addresses": {"addresses": ["/ip4/192.0.2.7/tcp/1"] * (limits.ADDRESSES_MAX + 1)},
+    },
+    "goodbye": {"a negative incarnation": {"incarnation_unix_ms": -1}, "no text": {"why": 5}},
+    "lease-request": {
+        "a negative version": {"version": -1},
+        "no group wanted": {"groups_max": 0},
+        "a task digest of 31 bytes": {"task_digest": b"\0" * 31},
+    },
+    "lease-grant": {
+        "a deadline that is no number": {"retry_after_s": math.nan},
+        "a lease that is not a map": {"leases": [1]},
+    },
+    "lease-return": {
+        "no lease": {"lease_ids": []},
+        "a lease id in capitals": {"lease_ids": [LEASE_ID.upper()]},
+    },
+    "rollout-batch": {"no header": {"headers": []}, "headers that are a map": {"headers": {}}},
+    "trajectory": {
+        "a reward that is no number": {"reward": math.nan},
+        "an infinite metric": {"metrics": {"exact": math.inf}},
+        "a reward that is text": {"reward": "1.0"},
+        "no tokens": {"token_ids": b""},
+        "a negative index": {"index": -1},
+        "an unknown stop reason": {"stop_reason": "bored"},
+    },
+    "verdicts": {
+        "an unknown verdict": {"notes": [{"lease_id": LEASE_ID, "index": 0, "verdict": "maybe"}]},
+        "notes that are null": {"notes": None},
+    },
+    "catch-up": {},
+    "caught-up": {"an announce that is text": {"announce": "envelope"}},
+    "holdings-ask": {"a digest that is text": {"manifest": "0" * 32}},
+    "holdings": {"a bitmap above the limit": {"bitmap": b"\0" * 9217}},
+    "done": {},
+    "refusal": {"an empty code": {"code": ""}, "a text above the limit": {"text": "x" * 513}},
+    "blob-ask": {
+        "a negative size": {"size_bytes": -1},
+        "a size above the limit": {"size_bytes": limits.CHUNK_SIZE_BYTES_MAX + 1},
+        "a digest of 31 bytes": {"digest": b"\0" * 31},
+    },
+}
+
+
+def all_vectors() -> dict[str, dict[str, Any]]:
+    """File name to content, for every file of `proto/vectors`."""
+    files = {kind: _kind_file(kind, samples) for kind, samples in SAMPLES.items()}
+    return files | {"envelope": _envelope_file(), "ticket": _ticket_file()}
+
+
+def plain(value: object) -> Any:
+    """A message's meaning as JSON: byte strings become {"bytes": hex}, defaults are written out."""
+    match value:
+        case bytes():
+            return {"bytes": value.hex()}
+        case dict():
+            return {key: plain(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [plain(entry) for entry in value]
+        case msgspec.Struct():
+            return plain(msgspec.to_builtins(value, builtin_types=(bytes,)))
+        case _:
+            return value
+
+
+def _cover(
+    kind: str, payload: bytes, /, *, identity: Identity = ACTOR, run_id: str = RUN_ID, **fields: Any
+) -> dict[str, Any]:
+    """An envelope as a map, rightly signed; `fields` are changed after signing."""
+    signature = identity.sign(signed_bytes(kind, run_id, identity.node, payload))
+    cover = Envelope(
+        v=limits.NETWORK_VERSION,
+        kind=kind,
+        run_id=run_id,
+        sender=identity.node,
+        payload=payload,
+        signature=signature,
+    )
+    return msgspec.structs.asdict(cover) | fields
+
+
+def _envelope(kind: str, payload: bytes, /, **changes: Any) -> bytes:
+    return msgspec.msgpack.encode(_cover(kind, payload, **changes))
+
+
+def _reject(name: str, raw: bytes, refusal: str, size_bytes_max: int | None = None) -> Vector:
+    return {
+        "name": name,
+        "envelope": raw.hex(),
+        "size_bytes_max": size_bytes_max or limits.ASK_SIZE_BYTES_MAX,
+        "refusal": refusal,
+    }
+
+
+def _kind_file(kind: str, samples: tuple[m.Message, ...]) -> dict[str, Any]:
+    golden = []
+    for sample in samples:
+        identity = LEARNER if kind in ("manifest", "announce", "lease-grant") else ACTOR
+        payload = msgspec.msgpack.encode(sample)
+        golden.append(
+            {
+                "name": f"{kind} {len(golden) + 1}",
+                "sender": identity.node,
+                "payload": payload.hex(),
+                "envelope": _envelope(kind, payload, identity=identity).hex(),
+                "meaning": plain(sample),
+            }
+        )
+    fields = msgspec.to_builtins(samples[-1], builtin_types=(bytes,))
+    payload = msgspec.msgpack.encode(samples[-1])
+    newer = msgspec.msgpack.encode(fields | {"from_the_future": [1, {"deep": b"\1"}]})
+    golden.append(
+        {
+            "name": "a field added by a later version is ignored",
+            "sender": ACTOR.node,
+            "payload": newer.hex(),
+            "envelope": _envelope(kind, newer).hex(),
+            "meaning": plain(samples[-1]),
+        }
+    )
+    raw = _envelope(kind, payload)
+    bad_signature = bytes(64)
+    rejects = [
+        _reject("larger than its place allows", raw, "oversize", len(raw) - 1),
+        _reject(
+            "a signature of zeros", _envelope(kind, payload, signature=bad_signature), "signature"
+        ),
+        _reject(
+            "another sender's name", _envelope(kind, payload, sender=LEARNER.node), "signature"
+        ),
+        _reject("another run's", _envelope(kind, payload, run_id="vectors-9999"), "run"),
+        _reject("version 2", _envelope(kind, payload, v=2), "version"),
+        _reject("payload with a byte too many", _envelope(kind, payload + b"\0"), "message"),
+        _reject("payload without its last byte", _envelope(kind, payload[:-1]), "message"),
+        _reject("payload that is a list", _envelope(kind, b"\x90"), "message"),
+    ]
+    for name, change in ILLEGAL[kind].items():
+        illegal = msgspec.msgpack.encode(fields | change)
+        rejects.append(_reject(name, _envelope(kind, illegal), "message"))
+    for field in m.KINDS[kind].__struct_fields__:
+        info = next(f for f in msgspec.structs.fields(m.KINDS[kind]) if f.name == field)
+        if info.required:
+            partial = {key: value for key, value in fields.items() if key != field}
+            illegal = msgspec.msgpack.encode(partial)
+            rejects.append(_reject(f"without {field}", _envelope(kind, illegal), "message"))
+            break
+    return {"run_id": RUN_ID, "kind": kind, "golden": golden, "must_reject": rejects}
+
+
+def _envelope_file() -> dict[str, Any]:
+    payload = msgspec.msgpack.encode(m.Done())
+    raw = _envelope("done", payload)
+    cover = _cover("done", payload)
+    headless = {key: value for key, value in cover.items() if key != "signature"}
+    nested = b"\x81\xa4deep" + b"\x91" * 20_000 + b"\xc0"
+    golden = {
+        "name": "done, with what is signed",
+        "sender": ACTOR.node,
+        "payload": payload.hex(),
+        "envelope": raw.hex(),
+        "signed": signed_bytes("done", RUN_ID, ACTOR.node, payload).hex(),
+        "seed": ACTOR.seed.hex(),
+        "meaning": {},
+    }
+    rejects = [
+        _reject("nothing", b"", "envelope"),
+        _reject("a number", b"\x07", "envelope"),
+        _reject("a list", msgspec.msgpack.encode(list(cover.values())), "envelope"),
+        _reject("without its last byte", raw[:-1], "envelope"),
+        _reject("with a byte too many", raw + b"\0", "envelope"),
+        _reject("a map that promises 2^32 - 1 entries", b"\xdf\xff\xff\xff\xff", "envelope"),
+        _reject("without a signature", msgspec.msgpack.encode(headless), "envelope"),
+        _reject(
+            "a signature of 63 bytes", _envelope("done", payload, signature=b"\0" * 63), "envelope"
+        ),
+        _reject("a payload that is text", _envelope("done", payload, payload="{}"), "envelope"),
+        _reject("text that is not UTF-8", raw.replace(b"\xa4done", b"\xa4do\xff\xfe"), "envelope"),
+        _reject("an extension type", raw.replace(b"\xa1v\x01", b"\xa1v\xd4\x05\x01"), "envelope"),
+        _reject(
+            "a sender that is no node id", _envelope("done", payload, sender="nobody"), "envelope"
+        ),
+        _reject(
+            "a sender that ends in a line break",
+            _envelope("done", payload, sender=ACTOR.node + "\n"),
+            "envelope",
+        ),
+        _reject("a negative version", _envelope("done", payload, v=-1), "envelope"),
+        _reject("version 0", _envelope("done", payload, v=0), "version"),
+        _reject(
+            "version 2, another form", msgspec.msgpack.encode({"v": 2, "body": b""}), "version"
+        ),
+        _reject("an unknown kind", _envelope("coup", payload), "kind"),
+        _reject(
+            "another kind than was signed", _envelope("done", payload, kind="catch-up"), "signature"
+        ),
+        _reject(
+            "another payload than was signed",
+            _envelope("done", payload, payload=b"\x81\xa1a\1"),
+            "signature",
+        ),
+        _reject("a payload nested 20000 deep", _envelope("done", nested), "message"),
+    ]
+    return {"run_id": RUN_ID, "kind": "done", "golden": [golden], "must_reject": rejects}
+
+
+def _ticket_file() -> dict[str, Any]:
+    least = RunTicket(run_id=RUN_ID, learner=LEARNER.node, addresses=())
+    full = RunTicket(
+        run_id=RUN_ID,
+        learner=LEARNER.node,
+        addresses=(f"/ip4/192.0.2.7/tcp/4201/p2p/{LEARNER.node}", "/dns4/example.org/tcp/4201"),
+        manifest=digest("manifest"),
+        secret=SECRET,
+        expires_unix_s=NOW_UNIX_S + 3600,
+    )
+    word, long_word = write_ticket(least), write_ticket(full)
+    middle = len(long_word) // 2
+    golden = [
+        {"name": "only what is needed", "text": word, "meaning": plain(least)},
+        {"name": "everything", "text": long_word, "meaning": plain(full)},
+        {
+            "name": "wrapped and in capitals",
+            "text": f"  {long_word[:40].upper()}\n   {long_word[40:]}\r\n",
+            "meaning": plain(full),
+        },
+    ]
+    other = "b" if long_word[middle] == "a" else "a"
+    expired = msgspec.structs.replace(full, expires_unix_s=NOW_UNIX_S)
+    rejects = [
+        ("nothing", "", "ticket"),
+        ("another word", "hello", "ticket"),
+        ("a sign that no ticket has", long_word[:middle] + "!" + long_word[middle + 1 :], "ticket"),
+        ("a letter changed", long_word[:middle] + other + long_word[middle + 1 :], "damaged"),
+        ("the last letter missing", long_word[:-1], "damaged"),
+        ("a letter too many", long_word + "a", "damaged"),
+        ("unused bits of the last letter set", _loose_end(word), "damaged"),
+        ("version 2", word.replace("echo2v1x", "echo2v2x"), "version"),
+        ("expired this second", write_ticket(expired), "expired"),
+        ("a content that is no map", _word(b"\x90"), "content"),
+        (
+            "a content without a learner",
+            _word(msgspec.msgpack.encode({"run_id": RUN_ID})),
+            "content",
+        ),
+        (
+            "a secret of 15 bytes",
+            _word(msgspec.msgpack.encode(msgspec.structs.replace(full, secret=b"\0" * 15))),
+            "content",
+        ),
+        ("twice as long as any ticket", "echo2v1x" + "a" * 16_400, "oversize"),
+    ]
+    proof = admission_proof(SECRET, run_id=RUN_ID, node=ACTOR.node)
+    return {
+        "now_unix_s": NOW_UNIX_S,
+        "golden": golden,
+        "must_reject": [{"name": n, "text": t, "refusal": refusal} for n, t, refusal in rejects],
+        "admission": {
+            "secret": SECRET.hex(),
+            "run_id": RUN_ID,
+            "node": ACTOR.node,
+            "proof": proof.hex(),
+        },
+    }
+
+
+def _word(body: bytes) -> str:
+    """A ticket with a right checksum around any content."""
+    prefix = f"echo2v{limits.NETWORK_VERSION}x"
+    checksum = blake3.blake3(prefix.encode() + body).digest()[:4]
+    return prefix + base64.b32encode(body + checksum).decode().rstrip("=").lower()
+
+
+def _loose_end(word: str) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz234567"
+    changed = word[:-1] + letters[letters.index(word[-1]) ^ 1]
+    coded = changed.removeprefix(f"echo2v{limits.NETWORK_VERSION}x")
+    assert len(coded) % 8, "the sample must not fill its last group of eight letters"
+    return changed
