@@ -33,7 +33,7 @@ from echo2_mesh.wire.codec import Opened
 from echo2_mesh.wire.messages import Announce, ChunkRef, Goodbye, Heartbeat, Message
 from echo2_mesh.wire.types import NodeId, PolicyVersion, Role
 
-__all__ = ["Member", "Mesh", "MeshSettings", "ReadyVersion", "Standing", "open_mesh"]
+__all__ = ["Carrier", "Member", "Mesh", "MeshSettings", "ReadyVersion", "Standing", "open_mesh"]
 
 _OWN_STATE = frozenset(
     {"state", "version", "tokens_per_s", "cohort", "accepted", "refused", "commonest_refusal",
@@ -74,6 +74,7 @@ class Mesh:
     ) -> None:
         self.node = identity.node
         self.run_id = settings.run_id
+        self.learner = settings.learner
         self.store = store
         self.counters: Counter[str] = Counter()
         self._settings = settings
@@ -240,6 +241,10 @@ class Mesh:
 
     def _beat(self) -> Heartbeat:
         self._sequence += 1
+        return self.heartbeat()
+
+    def heartbeat(self) -> Heartbeat:
+        """What this node would say of itself now; `members` has what the others said."""
         here, wanted = self._following.progress_bytes()
         fields = dict(self._state)
         error = str(fields.pop("last_error", "")) or self._following.last_error
@@ -298,7 +303,8 @@ async def open_mesh(
             announce=settings.announce,
             bootstrap=settings.bootstrap,
             mdns=settings.mdns,
-            topics=topics_of(settings.run_id, learner=settings.role is Role.LEARNER),
+            # What peers may join as well: an actor publishes rollouts and hears none.
+            topics=topics_of(settings.run_id, learner=True),
         ) as real,
         _joined(settings, identity, store, real, rng, workers) as mesh,
     ):

@@ -19,10 +19,12 @@ from rich.console import Console
 from echo2_mesh.errors import Echo2Error, UsageError
 from echo2_node import sightings
 from echo2_node.config import ActorConfig, convert, dump, load_run
+from echo2_node.keycommands import keys_app
+from echo2_node.ledgercommands import ledger_app
+from echo2_node.options import AsJson, RunName, StateDir, Verbose
 
 if TYPE_CHECKING:
     from echo2_node.config import RunConfig
-    from echo2_node.learner.ledger import Ledger
 
 WATCH_INTERVAL_S = 1.0
 
@@ -35,34 +37,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-keys_app = typer.Typer(no_args_is_help=True, help="Node identities: one Ed25519 key file each.")
-ledger_app = typer.Typer(
-    no_args_is_help=True, help="What became of every lease and rollout of a run."
-)
 app.add_typer(keys_app, name="keys")
 app.add_typer(ledger_app, name="ledger")
 
 out = Console()
 errors = Console(stderr=True)
-
-StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--state-dir",
-        envvar="ECHO2_STATE_DIR",
-        help="The node's own folder: key, chunks, status, logs. Default: this user's state folder.",
-        show_default=False,
-    ),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Developers' log events too.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-RunName = Annotated[
-    str | None,
-    typer.Argument(
-        help="A run's name or id, or a learner's state folder; may be left out if there "
-        "is only one."
-    ),
-]
 
 
 def main() -> None:
@@ -260,17 +239,24 @@ def status(
     """Show every node of this user on this host, and the mesh as each of them sees it."""
     if as_json:
         _print_status_json(run, state_dir)
-    elif not watch:
-        out.print(_status_view(run, state_dir))
+    elif watch and out.is_terminal:
+        _watch(run, state_dir)
     else:
-        from rich.live import Live
+        out.print(_status_view(run, state_dir))
+        while watch:
+            time.sleep(WATCH_INTERVAL_S)
+            out.print(_status_view(run, state_dir))
 
-        with Live(
-            _status_view(run, state_dir), console=out, screen=out.is_terminal, auto_refresh=False
-        ) as live:
-            while True:
-                time.sleep(WATCH_INTERVAL_S)
-                live.update(_status_view(run, state_dir), refresh=True)
+
+def _watch(run: str | None, state_dir: Path | None) -> None:
+    """Redraw in place until Ctrl-C."""
+    from rich.live import Live
+
+    first = _status_view(run, state_dir)
+    with Live(first, console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_INTERVAL_S)
+            live.update(_status_view(run, state_dir), refresh=True)
 
 
 def _seen(run: str | None, state_dir: Path | None) -> tuple[sightings.Sighting, ...]:
@@ -306,104 +292,6 @@ def _print_status_json(run: str | None, state_dir: Path | None) -> None:
         for one in found
     ]
     sys.stdout.write(json.dumps({"format": 1, "nodes": nodes}, indent=2) + "\n")
-
-
-KeyFile = Annotated[
-    Path | None, typer.Option("--key", help="The key file itself.", show_default=False)
-]
-
-
-@keys_app.command("show")
-def keys_show(key: KeyFile = None, state_dir: StateDir = None) -> None:
-    """Print node ids: of one key file, or of every node of this user. Never prints a key."""
-    from echo2_mesh.identity import Identity
-
-    if key is not None or state_dir is not None:
-        paths = [key or Path(str(state_dir)) / "key"]
-    else:
-        base = sightings.state_base()
-        paths = sorted((*base.glob("key"), *base.glob("*/key")))
-        if not paths:
-            raise UsageError(
-                f"There is no key under {base}.",
-                "A node makes its own when it first starts; `echo2-node keys new` makes one now.",
-            )
-    for path in paths:
-        out.print(f"{Identity.load(path).node}  {path}", highlight=False, soft_wrap=True)
-
-
-@keys_app.command("new")
-def keys_new(key: KeyFile = None, state_dir: StateDir = None) -> None:
-    """Make a key file (mode 0600). A key that is there is never overwritten."""
-    from echo2_mesh.identity import Identity
-
-    path = key or (state_dir or sightings.state_base()) / "key"
-    identity = Identity.generate()
-    identity.save(path)
-    out.print(f"{identity.node}  {path}", highlight=False, soft_wrap=True)
-
-
-@ledger_app.command("verify")
-def ledger_verify(run: RunName = None, as_json: AsJson = False) -> None:
-    """Prove that all consumed was consumed once and all refused has a reason; exit 1 if not."""
-    with _open_ledger(run) as ledger:
-        problems = ledger.verify()
-        summary = ledger.summary()
-    if as_json:
-        document = {"ok": not problems, "problems": list(problems), **_plain_dict(summary)}
-        sys.stdout.write(json.dumps(document) + "\n")
-    else:
-        from echo2_node.ledgerview import verdict_lines
-
-        for line in verdict_lines(summary, tuple(problems)):
-            out.print(line, highlight=False, soft_wrap=True)
-    if problems:
-        raise typer.Exit(1)
-
-
-@ledger_app.command("show")
-def ledger_show(run: RunName = None, as_json: AsJson = False) -> None:
-    """Counts of a run: steps, versions, verdicts, staleness."""
-    with _open_ledger(run) as ledger:
-        summary = ledger.summary()
-    if as_json:
-        sys.stdout.write(json.dumps(_plain_dict(summary)) + "\n")
-        return
-    from echo2_node.ledgerview import summary_table
-
-    out.print(summary_table(summary))
-
-
-@ledger_app.command("actors")
-def ledger_actors(run: RunName = None, as_json: AsJson = False) -> None:
-    """Accepted and refused rollouts of each actor, with the reasons."""
-    with _open_ledger(run) as ledger:
-        summary = ledger.summary()
-    if as_json:
-        sys.stdout.write(json.dumps(_plain_dict(summary).get("actors", [])) + "\n")
-        return
-    from echo2_node.ledgerview import actors_table
-
-    out.print(actors_table(summary))
-
-
-def _open_ledger(run: str | None) -> Ledger:
-    from echo2_node.learner.ledger import Ledger
-
-    folder = sightings.find_folder(run, role="learner")
-    path = folder / "ledger.sqlite"
-    if not path.exists():
-        raise UsageError(
-            f"There is no ledger in {folder}.", "Name a learner's state folder or its run."
-        )
-    return Ledger.open(path)
-
-
-def _plain_dict(summary: object) -> dict[str, Any]:
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
-    return plain
 
 
 @app.command()

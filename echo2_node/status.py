@@ -20,7 +20,9 @@ from echo2_mesh.errors import LocalError
 from echo2_node.telemetry import FULL_DISK
 
 if TYPE_CHECKING:
-    from echo2_mesh.mesh import Member, Mesh
+    from echo2_mesh.mesh import Mesh
+    from echo2_mesh.wire.messages import Heartbeat
+    from echo2_mesh.wire.types import NodeId
 
 FORMAT = 1
 STATUS_FILE = "status.json"
@@ -118,9 +120,10 @@ class Reporter:
             LocalError: the state folder cannot be written (a full disk is no error).
         """
         now_unix_ms = _now_unix_ms()
-        members = mesh.members()
-        versions = [m.heartbeat.version for m in members if m.heartbeat.version is not None]
-        newest = max((*versions, fields.get("version") or 0))
+        tallies = tallies or {}
+        heard = [(m.node, m.heartbeat, m.standing.value, m.seen_s_ago) for m in mesh.members()]
+        heard.insert(0, (mesh.node, mesh.heartbeat(), "up", 0.0))
+        newest = max(beat.version or 0 for _, beat, _, _ in heard)
         for name in ("refusals", "staleness_histogram"):
             if name in fields:
                 counts = fields[name].items()
@@ -135,56 +138,59 @@ class Reporter:
             started_unix_ms=self._started_unix_ms,
             counters=dict(mesh.counters),
             members=tuple(
-                self._row(member, newest, now_unix_ms, (tallies or {}).get(member.node))
-                for member in members
+                _row(
+                    node,
+                    beat,
+                    tallies.get(node),
+                    standing=standing,
+                    newest=newest,
+                    seen_s_ago=seen_s_ago,
+                    # By this host's clock: peers' clocks are never compared.
+                    joined_unix_ms=self._joined_unix_ms.setdefault(node, now_unix_ms),
+                )
+                for node, beat, standing, seen_s_ago in heard
             ),
             **fields,
         )
-        if all(row.node != mesh.node for row in snapshot.members):
-            own = _own_row(snapshot, newest)
-            snapshot = msgspec.structs.replace(snapshot, members=(own, *snapshot.members))
         write_snapshot(self._path, snapshot)
         return snapshot
 
-    def _row(self, member: Member, newest: int, now_unix_ms: int, tally: Tally | None) -> MemberRow:
-        """A member as heard; when it joined is by this host's clock, peers' are never compared."""
-        heard = member.heartbeat
-        reason = heard.commonest_refusal
-        if tally is None:
-            tally = Tally(
-                accepted=heard.accepted,
-                refused=heard.refused,
-                commonest_refusal=reason.value if reason is not None else None,
-            )
-        return MemberRow(
-            node=member.node,
-            name=heard.name,
-            role=heard.role.value,
-            state=heard.state,
-            standing=str(getattr(member.standing, "value", member.standing)),
-            version=heard.version,
-            lag=None if heard.version is None else newest - heard.version,
-            tokens_per_s=heard.tokens_per_s,
-            accepted=tally.accepted,
-            refused=tally.refused,
-            commonest_refusal=tally.commonest_refusal,
-            fetched_bytes=heard.fetched_bytes,
-            fetch_bytes=heard.fetch_bytes,
-            seen_s_ago=member.seen_s_ago,
-            last_error=heard.last_error,
-            joined_unix_ms=self._joined_unix_ms.setdefault(member.node, now_unix_ms),
+
+def _row(
+    node: NodeId,
+    beat: Heartbeat,
+    tally: Tally | None,
+    *,
+    standing: str,
+    newest: int,
+    seen_s_ago: float,
+    joined_unix_ms: int,
+) -> MemberRow:
+    """A node as it describes itself, but for what was counted here."""
+    if tally is None:
+        reason = beat.commonest_refusal
+        tally = Tally(
+            accepted=beat.accepted,
+            refused=beat.refused,
+            commonest_refusal=reason.value if reason is not None else None,
         )
-
-
-def _own_row(snapshot: Snapshot, newest: int) -> MemberRow:
     return MemberRow(
-        node=snapshot.node,
-        name=snapshot.name,
-        role=snapshot.role,
-        state=snapshot.state,
-        version=snapshot.version,
-        lag=None if snapshot.version is None else newest - snapshot.version,
-        joined_unix_ms=snapshot.started_unix_ms,
+        node=node,
+        name=beat.name,
+        role=beat.role.value,
+        state=beat.state,
+        standing=standing,
+        version=beat.version,
+        lag=None if beat.version is None else newest - beat.version,
+        tokens_per_s=beat.tokens_per_s,
+        accepted=tally.accepted,
+        refused=tally.refused,
+        commonest_refusal=tally.commonest_refusal,
+        fetched_bytes=beat.fetched_bytes,
+        fetch_bytes=beat.fetch_bytes,
+        seen_s_ago=seen_s_ago,
+        last_error=beat.last_error,
+        joined_unix_ms=joined_unix_ms,
     )
 
 

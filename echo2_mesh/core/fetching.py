@@ -6,7 +6,6 @@ Kept apart from `core.fetch` so that the machine is read on its own. Values only
 from __future__ import annotations
 
 from enum import Enum
-from typing import Union
 
 from echo2_mesh.core.machine import Arm, Effect, Event, Woke
 from echo2_mesh.wire.messages import ChunkRef
@@ -93,19 +92,19 @@ class StoreFailed(Event, frozen=True, kw_only=True):
     digest: Digest
 
 
-FetchEvent = Union[
-    Announced,
-    ManifestHere,
-    ManifestAbsent,
-    ManifestUnfit,
-    PeerUp,
-    PeerGone,
-    PeerHas,
-    ChunkArrived,
-    ChunkRefused,
-    StoreFailed,
-    Woke,
-]
+FetchEvent = (
+    Announced
+    | ManifestHere
+    | ManifestAbsent
+    | ManifestUnfit
+    | PeerUp
+    | PeerGone
+    | PeerHas
+    | ChunkArrived
+    | ChunkRefused
+    | StoreFailed
+    | Woke
+)
 
 
 # --- effects -----------------------------------------------------------------------------------
@@ -151,4 +150,4 @@ class Ready(Effect, frozen=True, kw_only=True):
     manifest: ChunkRef
 
 
-FetchEffect = Union[Look, Ask, Cancel, AskHoldings, Blame, Ready, Arm]
+FetchEffect = Look | Ask | Cancel | AskHoldings | Blame | Ready | Arm

@@ -6,7 +6,6 @@ Kept apart from `core.membership` so that the machine is read on its own. Values
 from __future__ import annotations
 
 from enum import Enum
-from typing import Union
 
 import msgspec
 
@@ -63,9 +62,9 @@ class DialFailed(Event, frozen=True, kw_only=True):
     node: NodeId
 
 
-MembershipEvent = Union[
-    HeartbeatHeard, GoodbyeHeard, AddressesKnown, Connected, Disconnected, DialFailed, Woke
-]
+MembershipEvent = (
+    HeartbeatHeard | GoodbyeHeard | AddressesKnown | Connected | Disconnected | DialFailed | Woke
+)
 
 
 class Dial(Effect, frozen=True, kw_only=True):
@@ -92,4 +91,4 @@ class Forget(Effect, frozen=True, kw_only=True):
     node: NodeId
 
 
-MembershipEffect = Union[Dial, Greet, Changed, Forget, Arm]
+MembershipEffect = Dial | Greet | Changed | Forget | Arm

@@ -189,23 +189,24 @@ class Membership:
         record = self._records.get(node)
         if record is not None:
             return record
-        if len(self._records) >= self._members_max:
-            lost = [
-                r
-                for r in self._records.values()
-                if not r.connected
-                and r.node != self._learner
-                and (r.standing is Standing.GONE or r.heartbeat is None)
-            ]
-            if lost:
-                self._drop(min(lost, key=lambda r: r.heard_s))
-            elif node != self._learner:
-                return None
-            else:
-                idle = [r for r in self._records.values() if not r.connected]
-                self._drop(min(idle or self._records.values(), key=lambda r: r.heard_s))
+        if len(self._records) >= self._members_max and not self._make_room(node):
+            return None
         record = self._records[node] = _Record(node, now_s)
         return record
+
+    def _make_room(self, node: NodeId) -> bool:
+        """Drop the longest silent of those that are lost; for the learner, of all that are idle."""
+        idle = [
+            record
+            for record in self._records.values()
+            if not (record.connected or record.dialling or record.node == self._learner)
+        ]
+        lost = [r for r in idle if r.standing is Standing.GONE or r.heartbeat is None]
+        if node == self._learner:
+            lost = lost or idle
+        if lost:
+            self._drop(min(lost, key=lambda record: record.heard_s))
+        return bool(lost)
 
     def _drop(self, record: _Record) -> None:
         del self._records[record.node]

@@ -48,6 +48,8 @@ MDNS_STOP_TIMEOUT_S = 1.5
 MDNS_TTL_S = 120
 MDNS_FOUND_MAX = 256
 
+_run_in_thread: Any = trio.to_thread.run_sync
+
 Found = tuple[tuple[NodeId, tuple[str, ...]], ...]
 
 # The library's `protocol_prefix` never reaches the wire: each module holds its own copy.
@@ -158,9 +160,7 @@ class Discovery:
         for node, addresses in self._local.all():
             found.setdefault(node, {}).update(dict.fromkeys(addresses))
         found.pop(NodeId(str(self._host.get_id())), None)
-        return tuple(
-            (node, tuple(texts)[: limits.ADDRESSES_MAX]) for node, texts in found.items()
-        )
+        return tuple((node, tuple(texts)[: limits.ADDRESSES_MAX]) for node, texts in found.items())
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
@@ -183,16 +183,17 @@ class Discovery:
 
         try:
             with trio.move_on_after(MDNS_START_TIMEOUT_S):
-                await trio.to_thread.run_sync(start, abandon_on_cancel=True, limiter=limiter)
+                await _run_in_thread(start, abandon_on_cancel=True, limiter=limiter)
         except Exception as error:  # zeroconf: OSError, NonUniqueNameException, its own timeouts
             self._counters["mdns_failed"] += 1
             log.debug("mdns not available: %r", error)
         try:
             yield
         finally:
-            with trio.move_on_after(MDNS_STOP_TIMEOUT_S, shield=True):
+            with trio.move_on_after(MDNS_STOP_TIMEOUT_S) as scope:
+                scope.shield = True
                 for announcer in started:
-                    await trio.to_thread.run_sync(announcer.stop, abandon_on_cancel=True)
+                    await _run_in_thread(announcer.stop, abandon_on_cancel=True)
 
 
 class LocalAnnouncer:

@@ -16,7 +16,7 @@ import trio
 
 from echo2_mesh import limits
 from echo2_mesh.core.machine import Arm, Woke
-from echo2_mesh.errors import Echo2Error, PeerError
+from echo2_mesh.errors import Echo2Error, LocalError, PeerError
 
 Event_contra = TypeVar("Event_contra", contravariant=True)
 EventT = TypeVar("EventT")
@@ -91,10 +91,10 @@ class Guard:
         self.counters = counters
 
     async def forgive(self, name: str, wait: Awaitable[Result]) -> Result | None:
-        """Await `wait`; a peer's fault is counted under `name` and None returned."""
+        """Await `wait`; a peer's or this host's fault is counted under `name`: None is returned."""
         try:
             return await wait
-        except PeerError:
+        except (PeerError, LocalError):
             self.counters[name] += 1
             return None
 

@@ -35,6 +35,8 @@ DEGREE = 4
 DEGREE_LOW = 3
 DEGREE_HIGH = 12
 """Above the usual neighbours of a small network, so that its nodes do not prune each other."""
+GOSSIP_WINDOW_HEARTBEATS = 6
+"""A message is offered to peers outside the mesh for so long; a busy host misses some of them."""
 INBOUND_RPC_BYTES_MAX = 1 * limits.MIB + 64 * limits.KIB
 """The sender splits at 1 MiB; several messages may share one RPC."""
 SEEN_TTL_S = 120
@@ -55,8 +57,8 @@ class Gossip:
             degree_high=DEGREE_HIGH,
             direct_peers=None,
             time_to_live=60,
-            gossip_window=3,
-            gossip_history=5,
+            gossip_window=GOSSIP_WINDOW_HEARTBEATS,
+            gossip_history=2 * GOSSIP_WINDOW_HEARTBEATS,
             heartbeat_initial_delay=0.1,
             heartbeat_interval=HEARTBEAT_S,
             do_px=False,

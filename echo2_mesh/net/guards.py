@@ -12,8 +12,11 @@ else is registered. The holes, all of them found by running the library (see ARC
 - `guard_inbound`   one place in the inbound limit is taken for each accepted connection and
                     returned only when the host ends, so a host that has seen some 300 peers come
                     and go is deaf; and silent connections keep honest ones out;
-- `guard_gossip`    peers in PRUNE back-off are sent no IHAVE, so a leaf that nobody keeps in its
-                    mesh is never heard; the spec's back-off is about GRAFT alone.
+- `DialledSockets`  a host that closes while a connection is already ending cancels the task that
+                    would have closed its socket;
+- `guard_gossip`    peers in PRUNE back-off are offered no messages, so a leaf that nobody keeps in
+                    its mesh is never heard (the spec's back-off is about GRAFT alone); and a peer
+                    that joins misses what was sent in the second before.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import contextlib
 import itertools
 import logging
 import random
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -44,6 +48,7 @@ STREAMS_PER_PEER_MAX = 64
 STREAMS_MAX = 1024
 RESET_TIMEOUT_S = 2.0
 GOSSIP_PEERS_MIN = 6
+MESH_YOUTH_HEARTBEATS = 4
 
 assert INBOUND_PER_IP_MAX < limits.CONNECTIONS_MAX - limits.CONNECTIONS_MIN
 assert limits.INBOUND_ASKS_PER_PEER_MAX < STREAMS_PER_PEER_MAX
@@ -77,7 +82,8 @@ def guard_streams(network: Any, counters: Counter[str]) -> None:
 
 async def reset_quietly(stream: Any) -> None:
     """Reset a stream whose connection may be gone; never raises, never waits long."""
-    with trio.move_on_after(RESET_TIMEOUT_S, shield=True), contextlib.suppress(Exception):
+    with trio.move_on_after(RESET_TIMEOUT_S) as scope, contextlib.suppress(Exception):
+        scope.shield = True
         await stream.reset()
 
 
@@ -192,24 +198,58 @@ class InboundDoor:
                 del self._established[address]
 
 
+class DialledSockets:
+    """Every socket this host dialled, so that closing the host closes them all."""
+
+    def __init__(self, transport: Any) -> None:
+        self._open: weakref.WeakSet[trio.SocketStream] = weakref.WeakSet()
+        self._dial = transport.dial
+        transport.dial = self.dial
+
+    async def dial(self, address: Any) -> Any:
+        """Dial as the transport does, and remember the socket for as long as it is in use."""
+        raw = await self._dial(address)
+        self._open.add(raw.stream.stream)
+        return raw
+
+    def close(self) -> None:
+        """Close what is still open, without ceremony; again is no error."""
+        for stream in list(self._open):
+            stream.socket.close()
+
+
 def guard_gossip(router: Any) -> None:
-    """Send IHAVE to every peer of a topic outside the mesh, back-off or not."""
+    """Offer (IHAVE) recent messages to every peer of a topic that may have missed them.
+
+    Those are the peers outside the mesh, in back-off or not, and those that entered it only a few
+    heartbeats ago: what was sent just before is in nobody's plan for them.
+    """
     spoken = set(router.protocols)
+    ages: dict[tuple[str, Any], int] = {}
 
     def gossip_heartbeat() -> dict[Any, dict[str, list[Any]]]:
-        told: dict[Any, dict[str, list[Any]]] = defaultdict(dict)
+        offers: dict[Any, dict[str, list[Any]]] = defaultdict(dict)
+        present = {(topic, peer) for topic, peers in router.mesh.items() for peer in peers}
+        for key in [key for key in ages if key not in present]:
+            del ages[key]
+        for key in present:
+            ages[key] = ages.get(key, 0) + 1
         for topic in {*router.mesh, *router.fanout}:
             known = router.mcache.window(topic)
-            inside = router.mesh.get(topic) or router.fanout.get(topic) or set()
-            outside = [
+            inside = {
+                peer
+                for peer in router.mesh.get(topic) or router.fanout.get(topic) or ()
+                if ages.get((topic, peer), MESH_YOUTH_HEARTBEATS) >= MESH_YOUTH_HEARTBEATS
+            }
+            others = [
                 peer
                 for peer in router.pubsub.peer_topics.get(topic, ())
                 if peer not in inside and router.peer_protocol.get(peer) in spoken
             ]
-            if known and outside:
-                count = min(len(outside), max(GOSSIP_PEERS_MIN, len(outside) // 4))
-                for peer in random.sample(outside, count):
-                    told[peer][topic] = list(known)
-        return told
+            if known and others:
+                count = min(len(others), max(GOSSIP_PEERS_MIN, len(others) // 4))
+                for peer in random.sample(others, count):
+                    offers[peer][topic] = list(known)
+        return offers
 
     router.gossip_heartbeat = gossip_heartbeat

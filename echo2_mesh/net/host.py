@@ -16,43 +16,34 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import libp2p.network.swarm
+import libp2p.transport.tcp.tcp
 import psutil
 import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.peer.peerstore import PeerStore
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
+from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from echo2_mesh import limits
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.identity import Identity
+from echo2_mesh.net import guards
 
 LIBP2P_VERSION = "0.8.1"
 PROTOCOL_NEGOTIATION_TIMEOUT_S = 5
 CONNECTION_CLOSE_TIMEOUT_S = 1.0
 CONNECTIONS_PER_PEER_MAX = 3
 """Two peers that dial each other at the same moment keep both connections."""
-
-try:
-    import libp2p.network.swarm
-    import libp2p.transport.tcp.tcp
-    from libp2p import new_host
-    from libp2p.crypto.ed25519 import create_new_key_pair
-    from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
-    from libp2p.custom_types import TProtocol
-    from libp2p.network.config import ConnectionConfig, RetryConfig
-    from libp2p.peer.peerstore import PeerStore
-    from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
-    from libp2p.security.noise.transport import Transport as NoiseTransport
-    from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
-    from libp2p.stream_muxer.yamux.yamux import Yamux
-    from libp2p.transport.tcp.tcp import TCP
-
-    from echo2_mesh.net import guards
-except ImportError as error:
-    raise LocalError(
-        f"py-libp2p cannot be loaded: {error}.",
-        "libp2p 0.8.1 works with fastecdsa 3.0.1 or newer; install both the way the README says "
-        "(`uv pip install -e .`, which carries the override).",
-    ) from error
 
 
 def check_installation() -> None:
@@ -102,6 +93,7 @@ def make_host(
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.0  # else every dial waits 250 ms
     libp2p.transport.tcp.tcp._set_reuse_flags = _reuse_address_only
     keys = create_new_key_pair(identity.seed)
+    transport = TCP(dns_resolution_timeout=5.0, dns_max_retries=1)
     noise = NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)
 
     def advertise(candidates: list[Multiaddr]) -> list[Multiaddr]:
@@ -111,7 +103,7 @@ def make_host(
         key_pair=keys,
         sec_opt={NOISE_ID: noise},
         muxer_opt={TProtocol(YAMUX_ID): Yamux},
-        transports=[TCP(dns_resolution_timeout=5.0, dns_max_retries=1)],
+        transports=[transport],
         peerstore_opt=PeerStore(max_records=2000, max_peers=limits.MEMBERS_MAX),
         listen_addrs=[parse_address(text) for text in listen],
         addrs_factory=advertise,
@@ -146,6 +138,7 @@ def make_host(
     network.auto_connector.maybe_connect = _do_nothing
     network.connection_pruner.maybe_prune_connections = _do_nothing
     network._handle_inbound_connection = guards.InboundDoor(network, counters).handle
+    network.dialled_sockets = guards.DialledSockets(transport)
     guards.guard_streams(network, counters)
     guards.guard_identify(host, counters)
     return host
@@ -167,7 +160,8 @@ def parse_address(text: str) -> Multiaddr:
         names = [protocol.name for protocol in address.protocols()]
     except (MultiaddrError, ValueError) as error:
         raise UsageError(
-            f"'{text[:200]}' is not a multiaddress: {error}.", "Write it like /ip4/0.0.0.0/tcp/4001."
+            f"'{text[:200]}' is not a multiaddress: {error}.",
+            "Write it like /ip4/0.0.0.0/tcp/4001.",
         ) from error
     if len(names) < 2 or names[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or names[1] != "tcp":
         raise UsageError(
@@ -242,3 +236,14 @@ def _interface_ips(version6: bool) -> tuple[str, ...]:
 def _is_reachable(ip: str) -> bool:
     address = ipaddress.ip_address(ip)
     return not (address.is_loopback or address.is_link_local or address.is_unspecified)
+
+
+async def close_host(host: Any) -> None:
+    """Close listeners, connections and sockets; twice is no error.
+
+    Leaving the services is not enough: listeners are system tasks and would keep the port.
+    """
+    with trio.move_on_after(limits.CLOSE_TIMEOUT_S) as scope:
+        scope.shield = True
+        await host.close()
+    host.get_network().dialled_sockets.close()

@@ -287,7 +287,7 @@ class Joining:
         )
 
     async def _answer_goodbye(self, peer: NodeId, message: Goodbye) -> Done:
-        await self._hear_goodbye(peer, message)
+        await self._topics.dispatch(Opened(sender=peer, message=message, raw=b""))
         return Done()
 
     async def say_goodbye(self, message: Goodbye) -> None:

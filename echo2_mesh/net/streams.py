@@ -87,7 +87,8 @@ async def write(stream: Any, data: bytes) -> None:
     view = memoryview(data)
     for start in range(0, len(data), PIECE_SIZE_BYTES):
         await trio.lowlevel.checkpoint_if_cancelled()
-        with trio.move_on_after(WRITE_TIMEOUT_S, shield=True) as scope:
+        with trio.move_on_after(WRITE_TIMEOUT_S) as scope:
+            scope.shield = True
             await stream.write(bytes(view[start : start + PIECE_SIZE_BYTES]))
         if scope.cancelled_caught:
             raise DeadConnection

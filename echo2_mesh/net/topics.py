@@ -97,5 +97,9 @@ class Topics:
         opened = self._envelopes.unseal(raw, size_bytes_max=limits.GOSSIP_SIZE_BYTES_MAX)
         if type(opened.message) not in _TOPIC_OF:
             raise PeerError("This kind of message does not travel by gossip.")
+        await self.dispatch(opened)
+
+    async def dispatch(self, opened: Opened) -> None:
+        """Hand a verified message to its handlers, as if it had been gossiped."""
         for handler in self._handlers.get(type(opened.message), ()):
             await handler(opened)

@@ -20,8 +20,7 @@ import trio
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import LocalError
 from echo2_mesh.identity import Identity
-from echo2_mesh.mesh import Mesh, MeshSettings, open_mesh
-from echo2_mesh.net.carrier import Carrier
+from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
 from echo2_mesh.wire.messages import Goodbye
 from echo2_mesh.wire.ticket import RunTicket, admission_proof
 from echo2_mesh.wire.types import NodeId, Role
@@ -219,7 +218,7 @@ class Actor:
         scope.cancel()
 
     async def _hear_goodbye(self, sender: NodeId, goodbye: Goodbye) -> None:
-        if sender == self._mesh.settings.learner and goodbye.why == RUN_ENDED:
+        if sender == self._mesh.learner and goodbye.why == RUN_ENDED:
             log.info("run ended", run=self._mesh.run_id)
             self._why = RUN_ENDED
             self._leaving.set()
@@ -265,9 +264,5 @@ def _open_real_engine(
     config: ActorConfig, state_dir: Path, model_folder: Path, store_folder: Path
 ) -> AbstractAsyncContextManager[EnginePort]:
     return open_engine(
-        config.engine,
-        model_folder=model_folder,
-        store_dir=store_folder,
-        config=config,
-        log_path=state_dir / "logs" / "engine.log",
+        model_folder, store_folder, config=config, log_path=state_dir / "logs" / "engine.log"
     )

@@ -8,7 +8,6 @@ running ones get `drain_s`, and the rest is handed back. `actor.daemon` runs it 
 
 from __future__ import annotations
 
-import numpy as np
 import structlog
 import trio
 
@@ -24,13 +23,12 @@ from echo2_mesh.wire.messages import (
     LeaseRequest,
     LeaseReturn,
     RolloutBatch,
-    Trajectory,
     TrajectoryHeader,
     Verdicts,
-    VersionSpan,
 )
 from echo2_mesh.wire.types import ChunkKind, NodeId, StopReason
 from echo2_node.actor.outbox import Outbox, Send, Tally
+from echo2_node.actor.trajectories import make_trajectory
 from echo2_node.actor.weights import Weights
 from echo2_node.config import ActorConfig
 from echo2_node.engines.port import EnginePort
@@ -161,14 +159,12 @@ class Rollouts:
             admission=self._admission,
         )
         try:
-            reply = await self._mesh.ask(
-                self._mesh.settings.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S
-            )
+            reply = await self._mesh.ask(self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S)
         except PeerError as error:
             self._judge_refusal(error)
             return None
         if not isinstance(reply, LeaseGrant):
-            log.warning("odd reply", peer=self._mesh.settings.learner, reason=type(reply).__name__)
+            log.warning("odd reply", peer=self._mesh.learner, reason=type(reply).__name__)
             return None
         return reply
 
@@ -214,6 +210,7 @@ class Rollouts:
         self, engine: EnginePort, lease: Lease, generation: Generation, run_seed: int
     ) -> TrajectoryHeader:
         """Score a generation and seal it. Payloads too large for gossip wait in the store."""
+        installed = await self._weights.wait_first()
         item = self._task.item(run_seed, lease.item_index)
         score = self._task.score(
             item,
@@ -226,8 +223,8 @@ class Rollouts:
             run_id=self._mesh.run_id,
             reward=score.reward,
             metrics=score.metrics,
-            engine=engine,
-            weights=self._weights,
+            cohort=engine.info.cohort,
+            manifest=installed.manifest,
         )
         self.completion_tokens += len(generation.token_ids) // 4
         payload = self._mesh.seal(trajectory)
@@ -258,7 +255,7 @@ class Rollouts:
             await self._mesh.gossip(batch)
             return
         try:
-            reply = await self._mesh.ask(self._mesh.settings.learner, batch)
+            reply = await self._mesh.ask(self._mesh.learner, batch)
         except PeerError as error:
             log.debug("learner away", reason=str(error))
             return
@@ -266,7 +263,7 @@ class Rollouts:
             self._take_verdicts(reply)
 
     async def _hear_verdicts(self, sender: NodeId, verdicts: Verdicts) -> Done:
-        if sender != self._mesh.settings.learner:
+        if sender != self._mesh.learner:
             raise PeerError("Only the learner gives verdicts.")
         self._take_verdicts(verdicts)
         return Done()
@@ -294,51 +291,6 @@ class Rollouts:
             return
         message = LeaseReturn(lease_ids=tuple(lease.lease_id for lease in leases), why=why)
         try:
-            await self._mesh.ask(self._mesh.settings.learner, message, timeout_s=2.0)
+            await self._mesh.ask(self._mesh.learner, message, timeout_s=2.0)
         except (PeerError, LocalError) as error:
             log.debug("leases not handed back", reason=str(error))
-
-
-def make_trajectory(
-    lease: Lease,
-    generation: Generation,
-    *,
-    run_id: str,
-    reward: float,
-    metrics: dict[str, float],
-    engine: EnginePort,
-    weights: Weights,
-) -> Trajectory:
-    """Put prompt and completion together: arrays over T = P + C tokens, P masked out.
-
-    Completion spans [start, end) move to trajectory coordinates by adding P.
-    """
-    prompt_length = len(lease.prompt_ids) // 4
-    completion_length = len(generation.token_ids) // 4
-    assert weights.newest is not None
-    manifest = weights.newest.manifest
-    return Trajectory(
-        run_id=run_id,
-        lease_id=lease.lease_id,
-        group_id=lease.group_id,
-        index=generation.index,
-        item_index=lease.item_index,
-        token_ids=lease.prompt_ids + generation.token_ids,
-        prompt_length=prompt_length,
-        loss_mask=bytes(prompt_length) + b"\x01" * completion_length,
-        logprobs=np.zeros(prompt_length, dtype="<f4").tobytes() + generation.logprobs,
-        segments=tuple(
-            VersionSpan(
-                version=span.version, start=span.start + prompt_length, end=span.end + prompt_length
-            )
-            for span in generation.segments
-        ),
-        reward=reward,
-        metrics=metrics,
-        stop_reason=generation.stop_reason,
-        sampling=lease.sampling,
-        cohort=engine.info.cohort,
-        tokenizer_digest=manifest.tokenizer_digest,
-        template_digest=manifest.template_digest,
-        task_digest=manifest.task.digest,
-    )

@@ -8,6 +8,7 @@ fetches nothing and generates nothing; `actor.daemon` runs it.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import structlog
@@ -17,7 +18,7 @@ from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import Echo2Error, LocalError, UsageError
 from echo2_mesh.mesh import Mesh, ReadyVersion
 from echo2_mesh.wire.messages import Manifest
-from echo2_node.engines.fingerprint import compare_probe
+from echo2_node.engines.fingerprint import compare
 from echo2_node.engines.port import EnginePort
 from echo2_node.telemetry import MetricsFile
 from echo2_node.tokens import TokenCodec, template_digest, tokenizer_digest
@@ -109,21 +110,20 @@ class Weights:
             target = self.newest
 
     async def _install(self, engine: EnginePort, target: ReadyVersion) -> bool:
-        started_s = trio.current_time()
         try:
             report = await engine.install(target.manifest_ref.digest)
         except UsageError as error:
             return self._failed(target, error)
-        problem = compare_probe(
-            expected=target.manifest.probe.logprobs,
-            actual=report.probe_logprobs,
+        proof = compare(
+            target.manifest.probe.logprobs,
+            report.probe_logprobs,
             dtype=engine.info.cohort.dtype,
         )
-        if problem is not None:
+        if not proof.matches:
             return self._failed(
                 target,
                 LocalError(
-                    f"Version {target.version} is not what the learner published: {problem}"
+                    f"Version {target.version} is not what the learner published: {proof.why}"
                 ),
             )
         self.installed = target
@@ -134,10 +134,10 @@ class Weights:
             {
                 "event": "installed",
                 "version": target.version,
-                "announced_to_ready_s": round(started_s - target.announced_s, 4),
+                "unix_ms": int(time.time() * 1000),
                 "install_s": round(report.total_s, 4),
                 "pause_s": round(report.pause_s, 4),
-                "announced_to_generating_s": round(trio.current_time() - target.announced_s, 4),
+                "probe_difference_max": round(proof.maximum, 6),
             }
         )
         log.debug("version installed", version=target.version, seconds=round(report.total_s, 3))

@@ -51,7 +51,7 @@ class Process:
                     stderr=log,
                     env=environment,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                 )
         except OSError as error:
             raise LocalError(f"The process of {name} cannot be started: {error}.") from error
@@ -98,8 +98,8 @@ class Process:
         return "\n".join(text.splitlines()[-LOG_LINES:]) or "(its log is empty)"
 
 
-def _die_with_parent() -> None:
-    """A demo that is killed takes its processes along; runs in the child before exec."""
+def die_with_parent() -> None:
+    """What a killed demo started goes with it; runs in the child before exec."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -134,16 +134,25 @@ class Fleet:
 def open_fleet(folder: Path) -> Iterator[Fleet]:
     """A fleet that is gone, to the last child, when the block ends, however it ends."""
     fleet = Fleet(folder)
-    before = signal.signal(signal.SIGTERM, _stop)
     try:
         yield fleet
         fleet.leave()
     finally:
         for process in fleet.processes:
             process.clear_away()
-        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def ending_like_ctrl_c() -> Iterator[None]:
+    """Inside, SIGTERM and a hang-up end as Ctrl-C does: through every `finally`."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, _stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _stop(number: int, frame: object) -> None:
-    """SIGTERM to the demo ends like Ctrl-C: through every `finally`."""
     raise KeyboardInterrupt

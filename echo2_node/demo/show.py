@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
 
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_node.config import RunConfig, dump, load_run
-from echo2_node.demo.fleet import Fleet, Process, open_fleet
+from echo2_node.demo.fleet import Fleet, Process, ending_like_ctrl_c, open_fleet
 from echo2_node.demo.progress import Progress
 from echo2_node.demo.summary import Part, Seconds, Summary, draw, reward_curve, reward_of
 from echo2_node.demo.warmup import starting_model
@@ -62,7 +62,11 @@ def run_demo(wishes: Wishes, *, console: Console) -> Summary:
     if not 1 <= wishes.actors <= ACTORS_MAX:
         raise UsageError(f"{wishes.actors} actors; the demo runs 1 to {ACTORS_MAX}.")
     template = _run_file(wishes.task)
-    with _folder(keep=wishes.keep) as folder, Progress(console) as progress:
+    with (
+        ending_like_ctrl_c(),
+        _folder(keep=wishes.keep) as folder,
+        Progress(console) as progress,
+    ):
         began_s = time.monotonic()
         model = starting_model(wishes.task, _task_args(template), tell=progress.tell)
         warm_up_s = time.monotonic() - began_s
@@ -86,9 +90,14 @@ def run_demo(wishes: Wishes, *, console: Console) -> Summary:
 
 @contextlib.contextmanager
 def _folder(*, keep: bool) -> Iterator[Path]:
+    """A new folder for all state; it stays where it is asked for or needed to see what failed."""
     folder = Path(tempfile.mkdtemp(prefix="echo2-demo-"))
     try:
         yield folder
+    except LocalError as error:
+        keep = True
+        hint = f"{error.hint}\nThe state folders are kept in {folder}.".strip()
+        raise type(error)(error.what, hint) from error
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,7 +130,8 @@ def _configure(template: Path, wishes: Wishes, model: Path) -> RunConfig:
     if wishes.steps is not None:
         overrides.append(f"run.steps={wishes.steps}")
     if wishes.loss is not None:
-        overrides.append(f'learner.loss="{wishes.loss}"')
+        # Arguments of the file's own loss would be unknown to another.
+        overrides += [f'learner.loss="{wishes.loss}"', "learner.loss_args={}"]
     if wishes.staleness is not None:
         overrides.append(f"staleness.limit_steps={wishes.staleness}")
     return load_run(template, tuple(overrides))
@@ -231,7 +241,7 @@ class Play:
         if code not in (None, 0):
             self._give_up(f"The learner has ended with exit code {code}", self.learner)
 
-    def _give_up(self, what: str, process: Process) -> None:
+    def _give_up(self, what: str, process: Process) -> NoReturn:
         raise LocalError(
             f"{what}.", f"The end of the log of {process.name}:\n{process.last_lines()}"
         )

@@ -7,6 +7,7 @@ Runs that module as a program, because it loads torch, and passes its progress o
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import platformdirs
 
 from echo2_mesh.errors import LocalError, UsageError
+from echo2_node.demo.fleet import die_with_parent
 
 WARM_UP_TIMEOUT_S = 300.0
 ERROR_LINES = 12
@@ -47,6 +49,9 @@ def starting_model(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        # Computing threads that wait by spinning make a busy host many times slower.
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        preexec_fn=die_with_parent,
     ) as process:
         timer = threading.Timer(WARM_UP_TIMEOUT_S, process.kill)
         timer.start()

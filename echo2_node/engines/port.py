@@ -13,8 +13,11 @@ class EnginePort(Protocol):
     """An engine seen from trio. Every verb raises LocalError once the engine is dead."""
 
     info: EngineInfo
-    tokens_per_s: float
-    """Completion tokens per second over the last few seconds."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens per second over the last few seconds."""
+        ...
 
     async def generate(self, request: GenerationRequest) -> tuple[Generation, ...]:
         """All members of a request; many calls may run at once.

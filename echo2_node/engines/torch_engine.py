@@ -142,6 +142,7 @@ class TorchEngine:
             ended += self._leave(rows)
         return ended
 
+    @torch.inference_mode()
     def cancel(self, request_id: str) -> None:
         """See `Engine.cancel`."""
         kept = [waiting for waiting in self._waiting if waiting.request.request_id != request_id]

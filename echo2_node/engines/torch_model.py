@@ -21,6 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.messages import Cohort
+from echo2_node.engines.attention import use_row_attention
+from echo2_node.engines.matching import match
 from echo2_node.engines.registry import EngineSettings
 from echo2_node.engines.slots import SlotCache
 from echo2_node.engines.weights import Staged
@@ -30,7 +32,6 @@ PREFILL_TOKENS_MAX = 4096
 """Tokens of one prefill pass, padding included: bounds its activations and logits."""
 LENGTH_TOKENS_DEFAULT = 2048
 """The context of a model whose configuration names none."""
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -97,6 +98,8 @@ class TorchModel:
                 "It must be a causal language model that this version of transformers knows.",
             ) from error
         module.eval().requires_grad_(False)
+        if device.type == "cpu":
+            use_row_attention(module)
         return cls(module, eos_ids=TokenCodec.load(folder).eos_ids, device=device)
 
     def make_cache(self, slots: int) -> SlotCache:
@@ -106,40 +109,8 @@ class TorchModel:
     # --- weights -------------------------------------------------------------------------------
 
     def plan(self, staged: Staged) -> Copies:
-        """(parameter, published tensor) for every parameter, or a refusal; changes nothing.
-
-        Raises:
-            UsageError: tensors missing, unknown, of another shape, or tied otherwise.
-        """
-        state = self._module.state_dict(keep_vars=True)
-        aliases: dict[str, list[str]] = {}
-        for alias, stored in staged.manifest.tied:
-            aliases.setdefault(stored, []).append(alias)
-        copies: Copies = []
-        filled: dict[int, str] = {}
-        for span, data in staged.tensors():
-            published = torch.from_numpy(data).view(_TORCH_DTYPES[span.dtype]).reshape(span.shape)
-            names = [span.name, *aliases.get(span.name, ())]
-            for name in names:
-                target = state.get(name)
-                if target is None or target.shape != published.shape:
-                    have = "no such tensor" if target is None else f"{list(target.shape)} there"
-                    raise self._misfit(staged, f"{name} {list(span.shape)}: {have}")
-                owner = filled.setdefault(target.data_ptr(), span.name)
-                if owner != span.name:
-                    raise self._misfit(staged, f"{name} and {owner} are one tensor in the model")
-                copies.append((target.data, published))
-        missing = [n for n, t in state.items() if t.numel() and t.data_ptr() not in filled]
-        if missing:
-            raise self._misfit(staged, f"{len(missing)} tensors are missing, e.g. {missing[0]}")
-        return copies
-
-    def _misfit(self, staged: Staged, what: str) -> UsageError:
-        return UsageError(
-            f"Version {staged.manifest.version} does not fit {type(self._module).__name__}: "
-            f"{what[:300]}.",
-            "The model folder and the weights must come from the same run.",
-        )
+        """What `copy` will do, or a refusal (see `matching.match`); changes nothing."""
+        return match(self._module, staged)
 
     def copy(self, copies: Copies) -> None:
         """Write a plan into the parameters."""

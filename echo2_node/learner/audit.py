@@ -233,9 +233,10 @@ _RULES: tuple[tuple[str, str], ...] = (
         "submissions WHERE submissions.lease_id = leases.lease_id)",
     ),
     (
-        "member {1} of lease {0} is of version {2}, which was never published",
+        "member {1} of lease {0} is of version {2}, which nobody trained",
         "SELECT lease_id, member, version_oldest FROM submissions WHERE verdict = 'admitted' "
-        "AND version_oldest NOT IN (SELECT version FROM published)",
+        "AND version_oldest NOT IN (SELECT version FROM published) "
+        "AND version_oldest > (SELECT coalesce(max(version_before), -1) + 1 FROM steps)",
     ),
     (
         "the payload of member {1} of group {0} is missing",

@@ -21,14 +21,14 @@ import trio
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import LocalError
 from echo2_mesh.identity import Identity
-from echo2_mesh.mesh import Mesh, MeshSettings, open_mesh
-from echo2_mesh.net.carrier import Carrier
+from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
 from echo2_mesh.wire.types import PolicyVersion, Role
 from echo2_node.config import RunConfig, dump
 from echo2_node.errors import as_one_error
 from echo2_node.learner.checkpoints import Checkpoints
 from echo2_node.learner.desk import Batch, NoSignal, RolloutDesk
 from echo2_node.learner.ledger import Ledger
+from echo2_node.learner.modelfolder import check_model_folder
 from echo2_node.learner.place import Place
 from echo2_node.learner.port import StepReport, Trainer
 from echo2_node.learner.publisher import Publisher
@@ -74,6 +74,7 @@ async def run_learner(
     Errors:
         UsageError, LocalError: what cannot be mended by waiting.
     """
+    check_model_folder(Path(config.model.path))
     place = Place(state_dir, resume=resume, name=config.run.name)
     task = make_task(config.task.id, config.task.args)
     codec = TokenCodec.load(Path(config.model.path))
@@ -132,10 +133,20 @@ async def run_learner(
                     place=place,
                     checkpoints=checkpoints,
                     step=step,
-                    version=PolicyVersion(ledger.version_max() + 1 if resume else 0),
+                    version=first_version(ledger),
                 )
                 return await learner.run(stop)
     raise AssertionError("unreachable: the run returns or raises")
+
+
+def first_version(ledger: Ledger) -> PolicyVersion:
+    """0 for a new run; after a resume one more than any version an actor can have.
+
+    The steps after the checkpoint are undone, but their versions are out in the mesh: a number
+    names one set of weights for ever.
+    """
+    published = ledger.published_max()
+    return PolicyVersion(0 if published is None else published + 1)
 
 
 class Learner:

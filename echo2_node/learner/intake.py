@@ -9,7 +9,7 @@ The clerk gives the verdict; this room carries bytes and numbers to it. Called b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,17 +17,15 @@ import structlog
 import trio
 
 from echo2_mesh import identity, limits
-from echo2_mesh.chunks import digest_of
+from echo2_mesh.chunks import ChunkStore, digest_of
 from echo2_mesh.errors import LocalError, PeerError
 from echo2_mesh.wire.codec import unseal
 from echo2_mesh.wire.messages import ChunkRef, Trajectory, TrajectoryHeader, VerdictNote
-from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion, Reason
-from echo2_node.learner.journal import Journal
+from echo2_mesh.wire.types import Digest, NodeId, PolicyVersion, Reason
+from echo2_node.learner.keeper import Keeper
 from echo2_node.learner.offers import Terms
 from echo2_node.learner.prompts import Prompt, Prompts
 from echo2_node.scheduler import events
-from echo2_node.scheduler.clerk import Clerk
-from echo2_node.scheduler.events import Answered
 from echo2_node.scheduler.examination import Expected, examine
 from echo2_node.scheduler.leases import HeldLease
 from echo2_node.scheduler.records import OpenLease
@@ -44,10 +42,12 @@ PAYLOAD_OVERHEAD_BYTES = 64 * limits.KIB
 """What an envelope may hold beside 9 bytes a token: segments, metrics, digests."""
 
 
-class Pull(Protocol):
-    """Have a blob in the store, verified; `Mesh.fetch_blob`."""
+class BlobMesh(Protocol):
+    """What the intake needs of a mesh."""
 
-    async def __call__(
+    store: ChunkStore
+
+    async def fetch_blob(
         self, ref: ChunkRef, holders: Sequence[NodeId], *, timeout_s: float
     ) -> None: ...
 
@@ -65,34 +65,28 @@ class Intake:
     """Examines headers and hands the findings to the clerk.
 
     Args:
-        submit: gives the clerk a judged trajectory with its envelope; its answer.
-        take_blob: reads a fetched payload from the store and deletes it there.
+        vocabulary: token ids run from 0 to below this.
+        eos_ids: tokens that end a completion.
     """
 
     def __init__(
         self,
         terms: Terms,
         prompts: Prompts,
-        journal: Journal,
-        clerk: Clerk,
+        keeper: Keeper,
+        mesh: BlobMesh,
         *,
         vocabulary: int,
         eos_ids: frozenset[int],
-        submit: Callable[[events.Judged, Trajectory | None, bytes], Answered],
-        recall: Callable[[OpenLease], None],
-        pull: Pull,
-        take_blob: Callable[[Digest], bytes],
     ) -> None:
         self._terms = terms
         self._prompts = prompts
-        self._journal = journal
-        self._clerk = clerk
+        self._keeper = keeper
+        self._journal = keeper.journal
+        self._clerk = keeper.clerk
+        self._mesh = mesh
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
-        self._submit = submit
-        self._recall = recall
-        self._pull = pull
-        self._take_blob = take_blob
         self._pulls = trio.CapacityLimiter(PULLS_MAX)
         self._busy: set[tuple[str, int]] = set()
 
@@ -161,7 +155,7 @@ class Intake:
             return
         try:
             async with self._pulls:
-                await self._pull(header.payload, (sender,), timeout_s=PULL_TIMEOUT_S)
+                await self._mesh.fetch_blob(header.payload, (sender,), timeout_s=PULL_TIMEOUT_S)
                 raw = await trio.to_thread.run_sync(self._take_blob, header.payload.digest)
         except (PeerError, LocalError, KeyError) as error:
             # No verdict: the actor announces again, until its lease ends.
@@ -219,7 +213,7 @@ class Intake:
         if held is None:
             known = await self._journal.recall_lease(lease_id)
             if known is not None:
-                self._recall(known)
+                self._keeper.feed(events.Recalled(lease=known))
                 held = self._clerk.book.find(lease_id)
         return held
 
@@ -273,6 +267,12 @@ class Intake:
             )
         return Finding(verdict=Reason.ADMITTED, trajectory=trajectory, reward=reward)
 
+    def _take_blob(self, digest: Digest) -> bytes:
+        """A pulled payload; the ledger will keep it, the store need not."""
+        raw = self._mesh.store.read(digest)
+        self._mesh.store.remove(digest)
+        return raw
+
     def _hand_in(
         self, sender: NodeId, header: TrajectoryHeader, finding: Finding, raw: bytes
     ) -> VerdictNote:
@@ -283,7 +283,7 @@ class Intake:
             oldest = PolicyVersion(min(span.version for span in trajectory.segments))
             newest = PolicyVersion(max(span.version for span in trajectory.segments))
             tokens = len(trajectory.loss_mask)
-        answer = self._submit(
+        answer = self._keeper.submit(
             events.Judged(
                 actor=sender,
                 lease_id=header.lease_id,
@@ -307,8 +307,3 @@ class Intake:
                 why=finding.why,
             )
         return VerdictNote(lease_id=header.lease_id, index=header.index, verdict=answer.verdict)
-
-
-def is_payload(ref: ChunkRef) -> bool:
-    """A header may only name trajectories."""
-    return ref.kind is ChunkKind.TRAJECTORY

@@ -8,6 +8,7 @@ for them. A full disk stops the writing, not the daemon: it is tried again until
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,9 +16,9 @@ import structlog
 import trio
 
 from echo2_mesh.errors import LocalError
-from echo2_mesh.wire.types import Digest
+from echo2_mesh.wire.types import Reason
 from echo2_node.learner.ledger import Ledger
-from echo2_node.scheduler.records import Record
+from echo2_node.scheduler.records import OpenLease, Record, Submission
 
 log = structlog.get_logger()
 
@@ -36,8 +37,7 @@ class Journal:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._thread = trio.CapacityLimiter(1)
-        self._facts: list[Record] = []
-        self._payloads: dict[Digest, bytes] = {}
+        self._entries: list[tuple[Record, bytes | None]] = []
         self._appended = 0
         self._written = 0
         self._stirred = trio.Event()
@@ -49,10 +49,13 @@ class Journal:
         """The last attempt to write failed."""
         return bool(self.last_error)
 
-    def append(self, facts: Sequence[Record], payloads: dict[Digest, bytes]) -> None:
-        """Add facts; never waits, so that their order is the order of the decisions."""
-        self._facts += facts
-        self._payloads |= payloads
+    def append(self, facts: Sequence[Record], envelope: bytes | None = None) -> None:
+        """Add facts; never waits, so that their order is the order of the decisions.
+
+        Args:
+            envelope: the payload of the submission among `facts`, kept if it was admitted.
+        """
+        self._entries += [(fact, _payload(fact, envelope)) for fact in facts]
         self._appended += len(facts)
         self._stirred.set()
 
@@ -71,6 +74,10 @@ class Journal:
         """Ask the ledger something, between two transactions."""
         return await trio.to_thread.run_sync(question, limiter=self._thread)
 
+    async def recall_lease(self, lease_id: str) -> OpenLease | None:
+        """A lease that the clerk no longer remembers."""
+        return await self.read(lambda: self._ledger.lease(lease_id))
+
     async def run(self) -> None:
         """Write for ever.
 
@@ -79,13 +86,12 @@ class Journal:
         """
         retry_s = RETRY_FIRST_S
         while True:
-            while not self._facts:
-                await self._stirred.wait()
+            while not self._entries:
                 self._stirred = trio.Event()
-            count = min(len(self._facts), FACTS_PER_TRANSACTION_MAX)
-            facts, payloads = self._facts[:count], dict(self._payloads)
+                await self._stirred.wait()
+            entries = self._entries[:FACTS_PER_TRANSACTION_MAX]
             try:
-                await self.read(lambda f=facts, p=payloads: self._ledger.apply(f, p))  # type: ignore[misc]
+                await self.read(functools.partial(_apply, self._ledger, entries))
             except LocalError as error:
                 log.warning("ledger cannot be written", reason=str(error), seconds=retry_s)
                 self.last_error = error.what
@@ -93,10 +99,23 @@ class Journal:
                 retry_s = min(2 * retry_s, RETRY_LONGEST_S)
                 continue
             retry_s, self.last_error = RETRY_FIRST_S, ""
-            del self._facts[:count]
-            for digest in payloads:
-                if not self._facts:
-                    self._payloads.pop(digest, None)
-            self._written += count
+            del self._entries[: len(entries)]
+            self._written += len(entries)
             self._advanced.set()
             self._advanced = trio.Event()
+
+
+def _payload(fact: Record, envelope: bytes | None) -> bytes | None:
+    admitted = isinstance(fact, Submission) and fact.verdict is Reason.ADMITTED
+    return envelope if admitted else None
+
+
+def _apply(ledger: Ledger, entries: Sequence[tuple[Record, bytes | None]]) -> None:
+    ledger.apply(
+        [fact for fact, _ in entries],
+        {
+            fact.digest: payload
+            for fact, payload in entries
+            if isinstance(fact, Submission) and payload is not None
+        },
+    )

@@ -144,6 +144,18 @@ class Ledger:
         newest = self._one("SELECT max(version) FROM published")
         return None if newest is None else PolicyVersion(newest)
 
+    def version_max(self) -> int:
+        """The newest version that was published or trained into, undone steps included; -1: none.
+
+        A resumed run goes on above it, so that no version number names two policies.
+        """
+        return int(
+            self._one(
+                "SELECT max(coalesce((SELECT max(version) FROM published), -1), "
+                "coalesce((SELECT max(version_before + NOT skipped) FROM steps), -1))"
+            )
+        )
+
     def last_step(self) -> int | None:
         """The last step of the surviving line."""
         step = self._one("SELECT max(step) FROM steps WHERE undone = 0")

@@ -15,7 +15,7 @@ import trio
 from echo2_mesh.mesh import Mesh
 from echo2_mesh.wire.messages import ChunkRef, Manifest
 from echo2_mesh.wire.ticket import RunTicket, write_ticket
-from echo2_mesh.wire.types import ChunkKind, PolicyVersion
+from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion
 from echo2_node.config import RunConfig
 from echo2_node.learner.place import Place
 from echo2_node.learner.port import Trainer
@@ -69,7 +69,7 @@ class Publisher:
         sealed = self._mesh.seal(manifest)
         ref = await trio.to_thread.run_sync(self._mesh.store.add, ChunkKind.MANIFEST, sealed)
         size_bytes = sum(chunk.size_bytes for chunk in exported.chunks)
-        await self._mesh.announce_version(ref, manifest, size_bytes)
+        await self._mesh.announce_version(ref, version, size_bytes)
         self._write_ticket(ref)
         log.debug("version published", version=version, bytes=size_bytes, seconds=exported.seconds)
         return ref
@@ -85,7 +85,7 @@ class Publisher:
                 run_id=self._mesh.run_id,
                 learner=self._mesh.node,
                 addresses=self._mesh.addresses(),
-                manifest=bytes.fromhex(first.read_text(encoding="ascii").strip()),
+                manifest=Digest(bytes.fromhex(first.read_text(encoding="ascii").strip())),
                 secret=self._secret,
                 expires_unix_s=int(time.time() + 3600 * hours) if hours else None,
             )

@@ -18,6 +18,7 @@ from echo2_mesh.errors import Echo2Error, LocalError
 from echo2_mesh.wire.types import PolicyVersion
 from echo2_node.child import ChildPipe, take_pipes
 from echo2_node.learner import frames
+from echo2_node.learner.checkpoints import read_record
 from echo2_node.learner.modelfolder import check_model_folder
 
 if TYPE_CHECKING:
@@ -51,8 +52,11 @@ def threads_for(wanted: int) -> int:
 
 def _start(question: frames.Start) -> Stepper:
     config = question.config
-    if question.resume_from is None:
+    resume_from = Path(question.resume_from) if question.resume_from else None
+    if resume_from is None:
         check_model_folder(Path(config.model.path))
+    else:
+        read_record(resume_from)
     os.environ["OMP_NUM_THREADS"] = str(threads_for(config.learner.threads))
     import torch
 
@@ -61,7 +65,6 @@ def _start(question: frames.Start) -> Stepper:
     torch.set_num_threads(threads_for(config.learner.threads))
     # Only the daemon knows what is pinned, so it alone evicts.
     store = ChunkStore(Path(question.store_dir), quota_bytes=None)
-    resume_from = Path(question.resume_from) if question.resume_from else None
     return Stepper(config, store, resume_from)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -23,7 +24,8 @@ from echo2_mesh import limits
 from echo2_mesh.errors import LocalError, PeerError, UsageError
 from echo2_mesh.identity import Identity
 from echo2_mesh.net import guards, streams
-from echo2_mesh.net.libp2p_carrier import Libp2pCarrier, open_libp2p_carrier, peer_of
+from echo2_mesh.net.connections import peer_of
+from echo2_mesh.net.libp2p_carrier import Libp2pCarrier, open_libp2p_carrier
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +58,10 @@ async def opened() -> AsyncIterator[Open]:
             *, listen: tuple[str, ...] = LOOPBACK, identity: Identity | None = None, **options: Any
         ) -> Libp2pCarrier:
             options["listen"] = listen
-            return await nursery.start(live, identity or Identity.generate(), options)
+            carrier: Libp2pCarrier = await nursery.start(
+                live, identity or Identity.generate(), options
+            )
+            return carrier
 
         yield open_one
         nursery.cancel_scope.cancel()
@@ -82,7 +87,7 @@ def port_of(carrier: Libp2pCarrier) -> int:
 
 async def wait_until(true: Callable[[], bool], timeout_s: float = 10) -> None:
     with trio.fail_after(timeout_s):
-        while not true():
+        while not true():  # noqa: ASYNC110  the condition lives in the library
             await trio.sleep(0.02)
 
 
@@ -113,7 +118,7 @@ async def test_the_handler_is_told_who_asks(opened: Open) -> None:
 async def test_a_request_above_the_limit_is_refused_before_it_is_read(opened: Open) -> None:
     hub, leaf = await opened(), await opened(listen=())
     await join(leaf, hub)
-    connection = leaf._live(peer_of(hub.node))[0]
+    connection = leaf._connections.live(peer_of(hub.node))[0]
     header = (limits.MIB + 1).to_bytes(4, "big")
     stream = await streams.open_stream(connection, ECHO, header)  # and never a byte of the body
     with trio.fail_after(3):
@@ -185,8 +190,7 @@ async def test_one_peer_cannot_have_more_requests_served_at_once_than_its_share(
             await leaf.exchange(hub.node, "/echo2/wait/1", b"", reply_bytes_max=1, timeout_s=10)
             outcomes.append("served")
         except PeerError as error:
-            assert "busy" in error.what
-            outcomes.append("busy")
+            outcomes.append("busy" if "busy" in error.what else error.what)
 
     async with trio.open_nursery() as nursery:
         for _ in range(limits.INBOUND_ASKS_PER_PEER_MAX + 5):
@@ -219,9 +223,7 @@ async def test_another_identity_at_the_address_is_not_accepted(opened: Open) -> 
 
 async def test_a_working_address_among_dead_ones_is_found(opened: Open) -> None:
     hub, leaf = await opened(), await opened(listen=())
-    await leaf.connect(
-        hub.node, ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2", *hub.addresses())
-    )
+    await leaf.connect(hub.node, ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2", *hub.addresses()))
     assert await ask(leaf, hub)
 
 
@@ -304,6 +306,7 @@ async def test_gossip_reaches_every_subscriber_of_a_star_from_its_edge(opened: O
     for leaf in leaves:
         await join(leaf, hub)
     await wait_until(lambda: len(hub._gossip.pubsub.peer_topics.get("t", ())) == 4)
+    await wait_until(lambda: bool(leaves[0]._gossip.pubsub.peer_topics.get("t")))
     await leaves[0].publish("t", b"from the edge")
     others = {carrier.node for carrier in (hub, *leaves[1:])}
     await wait_until(lambda: set(heard) >= others)
@@ -320,7 +323,7 @@ async def test_gossip_reaches_all_of_five_nodes_in_a_line(opened: Open) -> None:
             heard.add(node)
 
         await carrier.subscribe("t", hear)
-    for left, right in zip(line, line[1:], strict=False):
+    for left, right in itertools.pairwise(line):
         await join(left, right)
     await wait_until(lambda: len(line[2]._gossip.pubsub.peer_topics.get("t", ())) == 2)
     with trio.fail_after(15):
@@ -377,7 +380,7 @@ async def test_a_third_node_is_found_by_one_who_knows_only_the_hub(opened: Open)
             await giver.provide("echo2/run-1")
             found = dict(await seeker.find("echo2/run-1"))
             await trio.sleep(0.05)
-    await seeker.connect(giver.node, found[giver.node])  # type: ignore[index,arg-type]
+    await seeker.connect(giver.node, found[giver.node])
     assert await ask(seeker, giver)
     assert giver.node in dict(await hub.find("echo2/run-1"))
     assert giver.node not in dict(await giver.find("echo2/run-1")), "nobody finds itself"
@@ -424,7 +427,7 @@ async def test_a_bootstrap_node_that_comes_back_is_joined_again(opened: Open) ->
         await wait_until(lambda: hub.node in leaf.connected())
     await wait_until(lambda: not leaf.connected())
     hub = await opened(identity=identity, listen=(f"/ip4/127.0.0.1/tcp/{port}",))
-    await wait_until(lambda: hub.node in leaf.connected(), limits.DISCOVERY_INTERVAL_S + 5)
+    await wait_until(lambda: hub.node in leaf.connected())
 
 
 async def test_mdns_neither_raises_nor_delays_where_there_is_no_multicast(opened: Open) -> None:
@@ -452,8 +455,8 @@ def child(identity: Identity) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, identity.seed.hex()], stdout=subprocess.PIPE, text=True
     )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         yield process, process.stdout.readline().strip()
     finally:
         process.send_signal(signal.SIGCONT)
@@ -501,7 +504,12 @@ async def serves_honest_peers(hub: Libp2pCarrier) -> bool:
 
 async def test_random_bytes_on_the_port_hurt_nobody(opened: Open) -> None:
     hub, rng = await opened(), random.Random(1)
-    greetings = (b"", b"\x13/multistream/1.0.0\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00")
+    greetings = (
+        b"",
+        b"\x13/multistream/1.0.0\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00",
+    )
     for number in range(40):
         stream = await trio.open_tcp_stream("127.0.0.1", port_of(hub))
         with contextlib.suppress(trio.BrokenResourceError):
@@ -556,11 +564,15 @@ PAYLOADS = (
 
 async def test_rubbish_on_every_protocol_leaves_the_host_serving(opened: Open) -> None:
     hub, stranger = await opened(), await opened(listen=())
-    await hub.subscribe("t", lambda data: trio.lowlevel.checkpoint())
+
+    async def ignore(data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+
+    await hub.subscribe("t", ignore)
     for protocol in [str(name) for name in hub._host.get_mux().get_protocols() if name]:
         for payload in PAYLOADS:
             await join(stranger, hub)
-            connection = stranger._live(peer_of(hub.node))[0]
+            connection = stranger._connections.live(peer_of(hub.node))[0]
             with contextlib.suppress(Exception):
                 stream = await streams.open_stream(connection, protocol, payload)
                 await trio.sleep(0.005)
@@ -617,7 +629,7 @@ async def test_wellformed_hostile_gossip_leaves_the_host_serving_and_hearing(ope
     for _ in range(8):
         async with open_libp2p_carrier(Identity.generate(), topics=("t",)) as stranger:
             await join(stranger, hub)
-            connection = stranger._live(peer_of(hub.node))[0]
+            connection = stranger._connections.live(peer_of(hub.node))[0]
             with contextlib.suppress(Exception):
                 stream = await streams.open_stream(connection, str(MESHSUB))
                 for _ in range(15):

@@ -13,7 +13,7 @@ from echo2_mesh.wire.ticket import RunTicket, read_ticket, write_ticket
 LEARNER = Identity(bytes([3] * 32)).node
 TICKETS = st.builds(
     RunTicket,
-    run_id=st.from_regex(r"[a-z0-9][a-z0-9-]{1,62}\Z"),
+    run_id=st.from_regex(r"[a-z0-9][a-z0-9-]{1,62}", fullmatch=True),
     learner=st.just(LEARNER),
     addresses=st.lists(st.text("abc/:.0123", min_size=1, max_size=40), max_size=4).map(tuple),
     manifest=st.none() | st.binary(min_size=32, max_size=32),

@@ -127,9 +127,9 @@ def read_independently(raw, run_id, size_bytes_max):
     if len(raw) > size_bytes_max:
         raise Refused("oversize")
     cover = unpack(raw, "envelope")
-    if isinstance(cover, dict) and type(cover.get("v")) is int and cover["v"] >= 0:
-        if cover["v"] != SCHEMA["network_version"]:
-            raise Refused("version")
+    version = cover.get("v") if isinstance(cover, dict) else None
+    if type(version) is int and version >= 0 and version != SCHEMA["network_version"]:
+        raise Refused("version")
     if not fits(cover, SCHEMA["$defs"]["Envelope"]):
         raise Refused("envelope")
     if cover["kind"] not in SCHEMA["kinds"]:

@@ -38,6 +38,11 @@ def age(store, digest, seconds):
     os.utime(store.path(digest), ns=(past, past))
 
 
+def view_of(store, digest):
+    with store.view(digest) as view:
+        return bytes(view)
+
+
 @pytest.fixture
 def tiny_files():
     """Writes above 1000 bytes fail with EFBIG, as on a full disk."""
@@ -104,17 +109,13 @@ def test_what_is_not_here_is_a_key_error(store):
 
 
 @pytest.mark.parametrize("damage", [b"", b"hell", b"hellO", b"hello\0"])
-@pytest.mark.parametrize("how", ["read", "view"])
-def test_a_blob_damaged_on_disk_is_not_here_any_more(store, damage, how):
+@pytest.mark.parametrize("look", [ChunkStore.read, view_of])
+def test_a_blob_damaged_on_disk_is_not_here_any_more(store, damage, look):
     """After a power cut a renamed file may be empty: it must be fetched again, not served."""
     digest = store.add(ChunkKind.FULL, b"hello").digest
     store.path(digest).write_bytes(damage)
     with pytest.raises(KeyError):
-        if how == "read":
-            store.read(digest)
-        else:
-            with store.view(digest):
-                pytest.fail("a damaged blob was shown")
+        look(store, digest)
     assert not store.has(digest)
     store.put(ref_of(b"hello"), b"hello")
     assert store.read(digest) == b"hello"
@@ -131,10 +132,16 @@ def test_an_array_may_outlive_its_view(store):
 
 def test_an_error_inside_a_view_is_not_hidden_by_its_closing(store):
     digest = store.add(ChunkKind.FULL, b"hello").digest
-    with pytest.raises(ZeroDivisionError), store.view(digest) as view:
-        kept = memoryview(view)[1:]
-        raise ZeroDivisionError
-    assert bytes(kept) == b"ello"
+    kept = []
+
+    def fail_with_a_live_slice():
+        with store.view(digest) as view:
+            kept.append(view[1:])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_with_a_live_slice()
+    assert bytes(kept[0]) == b"ello"
 
 
 def test_a_view_cannot_be_written(store):
@@ -234,7 +241,7 @@ def test_a_store_without_a_quota_never_evicts(tmp_path):
 
 def test_a_full_disk_is_said_so_and_harms_nothing(store, tiny_files):
     kept = store.add(ChunkKind.FULL, b"kept").digest
-    with pytest.raises(LocalError, match="disk of .* is full") as caught:
+    with pytest.raises(LocalError, match=r"disk of .* is full") as caught:
         store.put(ref_of(b"x" * 5000), b"x" * 5000)
     assert "Free space" in caught.value.hint
     assert names(store) == [kept.hex()]
@@ -252,7 +259,7 @@ def test_a_full_file_system_is_said_so(tmp_path):
     try:
         store = ChunkStore(tmp_path)
         kept = store.add(ChunkKind.FULL, b"kept").digest
-        with pytest.raises(LocalError, match="disk of .* is full"):
+        with pytest.raises(LocalError, match=r"disk of .* is full"):
             store.add(ChunkKind.FULL, bytes(200_000))
         assert names(store) == [kept.hex()]
     finally:

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from echo2_mesh.core.members import Member, Standing
 from echo2_mesh.errors import LocalError
 from echo2_mesh.wire.messages import Heartbeat
-from echo2_mesh.wire.types import PolicyVersion, Reason, Role
+from echo2_mesh.wire.types import NodeId, PolicyVersion, Reason, Role
 from echo2_node.status import (
     MemberRow,
     Reporter,
@@ -34,8 +35,8 @@ def make_snapshot(**fields):
     return Snapshot(**{**values, **fields})
 
 
-def make_member(node, *, role=Role.ACTOR, version=None, **fields):
-    heartbeat = Heartbeat(
+def make_beat(*, role=Role.ACTOR, version=None, **fields):
+    return Heartbeat(
         role=role,
         state="generating",
         incarnation_unix_ms=1,
@@ -43,14 +44,25 @@ def make_member(node, *, role=Role.ACTOR, version=None, **fields):
         version=None if version is None else PolicyVersion(version),
         **fields,
     )
-    return SimpleNamespace(
-        node=node, heartbeat=heartbeat, standing="up", connected=True, seen_s_ago=0.5
+
+
+def make_member(node, **fields):
+    return Member(
+        node=NodeId(node),
+        heartbeat=make_beat(**fields),
+        standing=Standing.UP,
+        connected=True,
+        seen_s_ago=0.5,
     )
 
 
-def make_mesh(*members):
+def make_mesh(*members, **own):
     return SimpleNamespace(
-        node="me", run_id="sort-0a1b2c3d", counters={"bad_envelopes": 2}, members=lambda: members
+        node="me",
+        run_id="sort-0a1b2c3d",
+        counters={"bad_envelopes": 2},
+        members=lambda: members,
+        heartbeat=lambda: make_beat(role=Role.LEARNER, **own),
     )
 
 
@@ -106,7 +118,9 @@ def test_an_unwritable_folder_is_an_error_of_this_host(tmp_path):
 
 def test_a_reporter_counts_lag_from_the_newest_version_anybody_has(tmp_path):
     reporter = Reporter(tmp_path, role="learner", name="sorting", steps=100)
-    mesh = make_mesh(make_member("a", version=3, tokens_per_s=9.0), make_member("b"))
+    mesh = make_mesh(
+        make_member("a", version=3, tokens_per_s=9.0), make_member("b"), version=5, name="sorting"
+    )
     snapshot = reporter.write(mesh, state="training", step=5, version=5)
     rows = {row.node: row for row in snapshot.members}
     assert rows["a"].lag == 2
@@ -119,9 +133,7 @@ def test_a_reporter_counts_lag_from_the_newest_version_anybody_has(tmp_path):
 
 def test_what_a_node_counted_itself_wins_over_what_the_other_claims(tmp_path):
     reporter = Reporter(tmp_path, role="learner")
-    boaster = make_member(
-        "a", accepted=1000, refused=0, commonest_refusal=Reason.LATE, version=0
-    )
+    boaster = make_member("a", accepted=1000, refused=0, commonest_refusal=Reason.LATE, version=0)
     tallies = {"a": Tally(accepted=1, refused=2, commonest_refusal="stale")}
     snapshot = reporter.write(make_mesh(boaster), state="training", tallies=tallies)
     row = next(row for row in snapshot.members if row.node == "a")

@@ -67,7 +67,7 @@ def test_a_full_disk_loses_metric_lines_and_nothing_else(tmp_path):
 
 def test_an_unwritable_metrics_file_is_an_error_of_this_host(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(LocalError, match="metrics.jsonl"):
+    with pytest.raises(LocalError, match=r"metrics\.jsonl"):
         MetricsFile(tmp_path / "metrics.jsonl").write({"step": 1})
 
 

@@ -31,7 +31,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         "model": model,
         "store": store,
         "modules": modules,
-        "versions": {version: publish(module, store, version) for version, module in modules.items()},
+        "versions": {
+            version: publish(module, store, version) for version, module in modules.items()
+        },
         "broken": publish(modules[2], store, 3, drop="model.norm.weight"),
     }
 

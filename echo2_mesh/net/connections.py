@@ -1,0 +1,256 @@
+"""The connections of one host: dial them, use the live ones, bury the dead ones.
+
+It decides which connection a peer is reached by and when one is dead; it knows no request and no
+topic. The carrier owns one `Connections`. The library keeps a half-open connection listed as long
+as the kernel does, and new streams may be sent into it; so a connection is probed with a ping when
+it matters: before `connect` trusts it, after a request timed out, when its peer turns up a second
+time, and now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import trio
+from libp2p.peer.id import ID
+
+from echo2_mesh import limits
+from echo2_mesh.errors import PeerError, UsageError
+from echo2_mesh.identity import public_key_of
+from echo2_mesh.net import guards, streams
+from echo2_mesh.net.host import parse_address
+from echo2_mesh.wire.types import NodeId
+
+log = logging.getLogger("echo2.net")
+
+PING_PROTOCOL = "/ipfs/ping/1.0.0"
+PING_SIZE_BYTES = 32
+PROBE_TIMEOUT_S = 2.0
+"""A connection that does not answer a ping for this long when we need it is worth a new dial."""
+WATCH_INTERVAL_S = 15.0
+WATCH_TIMEOUT_S = 10.0
+"""One that does not answer for this long is dead; a host whose processors are taken may need
+seconds to say that it lives."""
+SUSPECT_TIMEOUT_S = 5.0
+CLOSE_STEP_TIMEOUT_S = 1.0
+DIALS_AT_ONCE_MAX = 4
+PEERSTORE_TTL_S = 600
+
+
+class Connections:
+    """Connections by node. `changed` is set, and replaced, whenever one ends.
+
+    Args:
+        nursery: lives as long as the host; probes that nobody waits for run there.
+    """
+
+    def __init__(self, host: Any, nursery: trio.Nursery, counters: Counter[str]) -> None:
+        self.changed = trio.Event()
+        self._host = host
+        self._network = host.get_network()
+        self._node = NodeId(str(host.get_id()))
+        self._nursery = nursery
+        self._counters = counters
+        self._probed: set[Any] = set()
+        self._dialling: dict[NodeId, trio.Event] = {}
+        self._network.register_notifee(_Notifee(self))
+
+    def connected(self) -> frozenset[NodeId]:
+        """Peers with a live connection in either direction."""
+        return frozenset(
+            NodeId(str(peer)) for peer in list(self._network.connections) if self.live(peer)
+        )
+
+    def live(self, peer: Any) -> list[Any]:
+        """Connections to a peer that are not known to be dead, newest first."""
+        return [
+            connection
+            for connection in reversed(self._network.get_connections(peer))
+            if not connection.is_closed and not connection.muxed_conn.event_shutting_down.is_set()
+        ]
+
+    async def connect(self, node: NodeId, addresses: tuple[str, ...]) -> None:
+        """Have a connection that answers; dial if there is none.
+
+        Raises:
+            PeerError: nobody with that identity answered at any address in time.
+        """
+        if node == self._node:
+            raise PeerError("A node does not connect to itself.")
+        peer = peer_of(node)
+        if (other := self._dialling.get(node)) is not None:
+            with trio.move_on_after(limits.CONNECT_TIMEOUT_S):
+                await other.wait()
+            if self.live(peer):
+                return
+        done = self._dialling[node] = trio.Event()
+        try:
+            old = self.live(peer)
+            for connection in old:
+                if await self._answers(connection, PROBE_TIMEOUT_S):
+                    return
+            await self._dial(node, addresses)
+            # Only now: a silent peer may be busy, and a slow connection is better than none.
+            for connection in old:
+                self._counters["connections_buried"] += 1
+                await self.close(connection)
+        finally:
+            done.set()
+            if self._dialling.get(node) is done:
+                del self._dialling[node]
+
+    async def _dial(self, node: NodeId, addresses: tuple[str, ...]) -> None:
+        """Try all addresses side by side; the first that proves the identity wins."""
+        peer = peer_of(node)
+        places = dialable(addresses)
+        if not places:
+            raise PeerError(f"No address is known at which {node[-8:]} could be dialled.")
+        limiter = trio.CapacityLimiter(DIALS_AT_ONCE_MAX)
+        failures: list[str] = []
+        reached: list[Any] = []
+
+        async def attempt(place: Any, race: trio.CancelScope) -> None:
+            async with limiter:
+                try:
+                    reached.append((place, await self._network.dial_addr(place, peer)))
+                except Exception as error:
+                    failures.append(f"{place}: {reason_of(error)}")
+                    return
+            race.cancel()
+
+        with trio.move_on_after(limits.CONNECT_TIMEOUT_S):
+            async with trio.open_nursery() as nursery:
+                for place in places:
+                    nursery.start_soon(attempt, place, nursery.cancel_scope)
+        if not reached:
+            self._counters["dials_failed"] += 1
+            raise PeerError(
+                f"{node[-8:]} does not answer at {', '.join(str(place) for place in places)}: "
+                f"{'; '.join(failures) or 'no answer in time'}."
+            )
+        store = self._host.get_peerstore()
+        store.clear_addrs(peer)  # what was known before may be where it used to live
+        store.add_addrs(peer, [place for place, _ in reached], PEERSTORE_TTL_S)
+
+    async def disconnect(self, node: NodeId) -> None:
+        """Close every connection to `node`."""
+        peer = peer_of(node)
+        for connection in self._network.get_connections(peer):
+            await self.close(connection)
+        self._network.connections.pop(peer, None)
+
+    async def close(self, connection: Any) -> None:
+        """Close a connection even if its peer takes no bytes any more."""
+        with trio.move_on_after(CLOSE_STEP_TIMEOUT_S) as scope:
+            await connection.close()
+        if scope.cancelled_caught:
+            with trio.move_on_after(CLOSE_STEP_TIMEOUT_S), contextlib.suppress(Exception):
+                connection.muxed_conn.event_shutting_down.set()
+                await connection.muxed_conn.secured_conn.close()
+                await connection._cleanup()
+            self._network.remove_conn(connection)
+
+    async def bury(self, connections: Iterable[Any], timeout_s: float) -> None:
+        """Probe connections side by side and close those that do not answer."""
+
+        async def probe(connection: Any) -> None:
+            if connection in self._probed:
+                return
+            self._probed.add(connection)
+            try:
+                if not await self._answers(connection, timeout_s):
+                    self._counters["connections_buried"] += 1
+                    await self.close(connection)
+            finally:
+                self._probed.discard(connection)
+
+        async with trio.open_nursery() as nursery:
+            for connection in connections:
+                nursery.start_soon(probe, connection)
+
+    async def _answers(self, connection: Any, timeout_s: float) -> bool:
+        """True if the peer at the other end of this very connection echoes a ping in time."""
+        token = os.urandom(PING_SIZE_BYTES)
+        stream = None
+        with trio.move_on_after(timeout_s):
+            try:
+                stream = await streams.open_stream(connection, PING_PROTOCOL, token)
+                await streams.wait_agreed(stream, PING_PROTOCOL)
+                echoed = await streams.read_exactly(stream, PING_SIZE_BYTES)
+                await stream.close()
+                return echoed == token
+            except Exception as error:
+                log.debug("probe failed: %r", error)
+        if stream is not None:
+            await guards.reset_quietly(stream)
+        return False
+
+    def suspect(self, connections: Iterable[Any]) -> None:
+        """Probe these in the background and close those that do not answer."""
+        self._nursery.start_soon(self.bury, tuple(connections), SUSPECT_TIMEOUT_S)
+
+    async def watch(self) -> None:
+        """Ping every connection now and then: a half-open one never fails by itself."""
+        while True:
+            await trio.sleep(WATCH_INTERVAL_S)
+            await self.bury(self._network.get_connections(), WATCH_TIMEOUT_S)
+
+
+class _Notifee:
+    """What the library tells about connections coming and going."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def connected(self, network: Any, connection: Any) -> None:
+        """A second connection of a peer may mean that the first is a corpse."""
+        await trio.lowlevel.checkpoint()
+        known = network.get_connections(connection.muxed_conn.peer_id)
+        if older := [other for other in known if other is not connection]:
+            self._connections.suspect(older)
+
+    async def disconnected(self, network: Any, connection: Any) -> None:
+        """Wake whoever wants to reconnect."""
+        await trio.lowlevel.checkpoint()
+        self._connections.changed.set()
+        self._connections.changed = trio.Event()
+
+    async def _ignore(self, *_: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    opened_stream = closed_stream = listen = listen_close = _ignore
+
+
+def peer_of(node: NodeId) -> Any:
+    """The library's name for a node.
+
+    Raises:
+        PeerError: the string is not a node id.
+    """
+    public_key_of(node)
+    return ID.from_string(node)
+
+
+def dialable(addresses: Iterable[str]) -> list[Any]:
+    """The addresses among a peer's claims that a TCP dial makes sense for, at most so many."""
+    places = []
+    for text in list(addresses)[: limits.ADDRESSES_MAX]:
+        with contextlib.suppress(UsageError):
+            bare = text.split("/p2p/")[0]
+            if len(bare) <= limits.ADDRESS_CHARACTERS_MAX and "p2p-circuit" not in bare:
+                places.append(parse_address(bare))
+    return places
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost cause, in one line: the library wraps several times."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, BaseExceptionGroup) and error.exceptions:
+        return reason_of(error.exceptions[0])
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__

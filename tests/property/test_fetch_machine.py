@@ -1,0 +1,215 @@
+"""Fetch under any order of events: its promises hold, and an honest holder is always enough."""
+
+from random import Random
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from echo2_mesh import limits
+from echo2_mesh.core.fetch import Fetch
+from echo2_mesh.core.fetching import (
+    Announced,
+    Ask,
+    AskHoldings,
+    Cancel,
+    ChunkArrived,
+    ChunkRefused,
+    Fault,
+    Look,
+    ManifestAbsent,
+    ManifestHere,
+    PeerGone,
+    PeerHas,
+    PeerUp,
+    Ready,
+    StoreFailed,
+)
+from echo2_mesh.core.machine import Arm, Woke
+from echo2_mesh.core.swarm import MANIFEST_INDEX
+from echo2_mesh.wire.messages import ChunkRef
+from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion
+
+LEARNER = NodeId("learner")
+PEERS = [LEARNER, *(NodeId(f"peer-{i}") for i in range(5))]
+BLOBS = 12
+
+
+def ref(version, index):
+    kind = ChunkKind.MANIFEST if index == MANIFEST_INDEX else ChunkKind.FULL
+    return ChunkRef(
+        kind=kind, digest=Digest(bytes([version, index + 1]) * 16), size_bytes=1000 + index
+    )
+
+
+class FetchWorld(RuleBasedStateMachine):
+    """A world that obeys the machine's effects honestly, lies for liars, and keeps score."""
+
+    @initialize(seed=st.integers(0, 1000))
+    def begin(self, seed):
+        self.machine = Fetch(LEARNER, Random(seed))
+        self.now_s = 0.0
+        self.connected = set()
+        self.said = {}
+        self.flights = {}
+        self.stored = set()
+        self.ready = []
+        self.newest = -1
+        self.alarm_s = None
+
+    def tell(self, event):
+        for effect in self.machine.handle(event, self.now_s):
+            match effect:
+                case Look(version=version, manifest=manifest):
+                    self.look(version, manifest)
+                case Ask():
+                    self.on_ask(effect)
+                case Cancel(peer=peer, digest=digest):
+                    if self.flights.get(digest, (None,))[0] == peer:
+                        del self.flights[digest]
+                case Ready(version=version):
+                    blobs = {ref(version, i).digest for i in range(MANIFEST_INDEX, BLOBS)}
+                    assert blobs <= self.stored, "ready without a verified blob"
+                    assert not self.ready or version > self.ready[-1]
+                    self.ready.append(version)
+                case AskHoldings(peer=peer):
+                    assert peer in self.connected
+                case Arm(at_s=at_s):
+                    assert at_s >= self.now_s
+                    self.alarm_s = at_s
+
+    def look(self, version, manifest):
+        """Answered in a later rule, as the store does."""
+        self.pending = (version, manifest)
+
+    def on_ask(self, ask):
+        assert ask.peer in self.connected, "asked somebody who is not there"
+        assert ask.ref.digest not in self.flights, "asked two peers for one chunk"
+        assert ask.ref.digest not in self.stored, "asked for what is here"
+        version, number = ask.ref.digest[0], ask.ref.digest[1] - 1
+        is_manifest = ask.ref.digest == ref(version, MANIFEST_INDEX).digest
+        assert (
+            ask.peer == LEARNER
+            or is_manifest
+            or number in self.said.get((ask.peer, version), ())
+        ), "asked somebody who never said it holds the chunk"
+        self.flights[ask.ref.digest] = (ask.peer, ask.ref)
+
+    pending = None
+
+    def answer_look(self):
+        version, manifest = self.pending
+        self.pending = None
+        if manifest.digest in self.stored:
+            held = frozenset(i for i in range(BLOBS) if ref(version, i).digest in self.stored)
+            refs = tuple(ref(version, i) for i in range(BLOBS))
+            self.tell(ManifestHere(manifest=manifest.digest, refs=refs, held=held))
+        else:
+            self.tell(ManifestAbsent(manifest=manifest.digest))
+
+    @precondition(lambda self: self.pending is not None)
+    @rule()
+    def the_store_answers(self):
+        self.answer_look()
+
+    @precondition(lambda self: self.newest < 200)
+    @rule(skip=st.integers(0, 2))
+    def a_version_is_announced(self, skip):
+        self.newest += 1 + skip
+        self.tell(
+            Announced(
+                incarnation_unix_ms=1,
+                version=PolicyVersion(self.newest),
+                manifest=ref(self.newest, MANIFEST_INDEX),
+            )
+        )
+
+    @rule(peer=st.sampled_from(PEERS))
+    def a_peer_connects(self, peer):
+        self.connected.add(peer)
+        self.tell(PeerUp(peer=peer))
+
+    @rule(peer=st.sampled_from(PEERS))
+    def a_peer_leaves(self, peer):
+        self.connected.discard(peer)
+        for digest in [d for d, flight in self.flights.items() if flight[0] == peer]:
+            del self.flights[digest]
+        self.tell(PeerGone(peer=peer))
+
+    @precondition(lambda self: self.newest >= 0)
+    @rule(
+        peer=st.sampled_from(PEERS[1:]),
+        indices=st.none() | st.frozensets(st.integers(0, BLOBS - 1)),
+    )
+    def a_peer_says_what_it_holds(self, peer, indices):
+        version = self.machine.target.version if self.machine.target else self.newest
+        said = self.said.setdefault((peer, version), set())
+        said |= set(range(BLOBS)) if indices is None else indices
+        manifest = ref(version, MANIFEST_INDEX).digest
+        self.tell(PeerHas(peer=peer, manifest=manifest, indices=indices))
+
+    def pick(self, data):
+        digest = data.draw(st.sampled_from(sorted(self.flights)))
+        return self.flights.pop(digest)
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def a_chunk_arrives(self, data):
+        peer, chunk = self.pick(data)
+        self.stored.add(chunk.digest)
+        self.tell(ChunkArrived(peer=peer, digest=chunk.digest))
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data(), fault=st.sampled_from(Fault))
+    def a_chunk_is_refused(self, data, fault):
+        peer, chunk = self.pick(data)
+        self.tell(ChunkRefused(peer=peer, digest=chunk.digest, fault=fault))
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def the_disk_is_full(self, data):
+        peer, chunk = self.pick(data)
+        self.tell(StoreFailed(peer=peer, digest=chunk.digest))
+
+    @rule(seconds=st.floats(0.0, 60.0))
+    def time_passes(self, seconds):
+        self.now_s += seconds
+        self.tell(Woke(key="fetch"))
+
+    @invariant()
+    def limits_are_kept(self):
+        peers = [peer for peer, _ in self.flights.values()]
+        assert len(peers) <= limits.FETCH_IN_FLIGHT_MAX
+        assert all(peers.count(p) <= limits.FETCH_IN_FLIGHT_PER_PEER_MAX for p in set(peers))
+
+    def teardown(self):
+        """From any state: with one honest holder that never leaves, the newest is fetched."""
+        if not hasattr(self, "machine") or self.newest < 0:
+            return
+        honest = NodeId("honest")
+        self.connected = {honest}
+        for peer in PEERS:
+            self.a_peer_leaves(peer)
+        self.connected = {honest}
+        self.tell(PeerUp(peer=honest))
+        for _ in range(3000):
+            if self.pending is not None:
+                self.answer_look()
+            target = self.machine.target
+            if target is None:
+                break
+            if target.refs:
+                self.said[honest, target.version] = set(range(BLOBS))
+                manifest = target.manifest.digest
+                self.tell(PeerHas(peer=honest, manifest=manifest, indices=None))
+            for digest, (peer, _) in list(self.flights.items()):
+                self.flights.pop(digest, None)
+                self.stored.add(digest)
+                self.tell(ChunkArrived(peer=peer, digest=digest))
+            self.now_s += 0.5
+            self.tell(Woke(key="fetch"))
+        assert self.ready, "an honest holder was there and nothing became ready"
+        assert self.ready[-1] == self.newest
+
+
+TestFetchWorld = FetchWorld.TestCase
+TestFetchWorld.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

@@ -1,0 +1,310 @@
+"""The fetch machine, told by hand what happens: whom it asks, blames, leaves alone and pardons."""
+
+from random import Random
+
+from echo2_mesh import limits
+from echo2_mesh.core.fetch import PARDON_AFTER_S, STUCK_AFTER_S, Fetch
+from echo2_mesh.core.fetching import (
+    Announced,
+    Ask,
+    AskHoldings,
+    Blame,
+    Cancel,
+    ChunkArrived,
+    ChunkRefused,
+    Fault,
+    Look,
+    ManifestAbsent,
+    ManifestHere,
+    ManifestUnfit,
+    PeerGone,
+    PeerHas,
+    PeerUp,
+    Ready,
+    StoreFailed,
+)
+from echo2_mesh.core.machine import Arm, Woke
+from echo2_mesh.wire.messages import ChunkRef
+from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion
+
+LEARNER, A, B = NodeId("learner"), NodeId("a"), NodeId("b")
+WAKE = Woke(key="fetch")
+
+
+def ref(number, version=0, kind=ChunkKind.FULL):
+    return ChunkRef(kind=kind, digest=Digest(bytes([version, number]) * 16), size_bytes=100)
+
+
+def manifest(version):
+    return ref(255, version, ChunkKind.MANIFEST)
+
+
+def announced(version, incarnation=1):
+    return Announced(
+        incarnation_unix_ms=incarnation,
+        version=PolicyVersion(version),
+        manifest=manifest(version),
+    )
+
+
+def refs(count, version=0):
+    return tuple(ref(i, version) for i in range(count))
+
+
+def here(count, version=0, held=()):
+    return ManifestHere(
+        manifest=manifest(version).digest, refs=refs(count, version), held=frozenset(held)
+    )
+
+
+def has(peer, *indices, version=0):
+    return PeerHas(peer=peer, manifest=manifest(version).digest, indices=frozenset(indices))
+
+
+def arrived(ask):
+    return ChunkArrived(peer=ask.peer, digest=ask.ref.digest)
+
+
+def refused(ask, fault):
+    return ChunkRefused(peer=ask.peer, digest=ask.ref.digest, fault=fault)
+
+
+def of(kind, effects):
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def fetching(count, *peers, version=0):
+    """A machine that has read the manifest of `count` blobs and knows `peers`."""
+    machine = Fetch(LEARNER, Random(1))
+    machine.handle(announced(version), 0.0)
+    effects = machine.handle(here(count, version), 0.0)
+    for peer in peers:
+        effects += machine.handle(PeerUp(peer=peer), 0.0)
+    return machine, of(Ask, effects)
+
+
+def test_an_announcement_is_looked_up_before_it_is_asked_for():
+    machine = Fetch(LEARNER, Random(1))
+    machine.handle(PeerUp(peer=LEARNER), 0.0)
+    effects = machine.handle(announced(0), 0.0)
+    assert of(Look, effects)
+    assert not of(Ask, effects)
+    asks = of(Ask, machine.handle(ManifestAbsent(manifest=manifest(0).digest), 0.0))
+    assert [(ask.peer, ask.ref) for ask in asks] == [(LEARNER, manifest(0))]
+    assert of(Look, machine.handle(arrived(asks[0]), 0.1))
+
+
+def test_a_version_that_is_here_already_is_ready_at_once():
+    machine = Fetch(LEARNER, Random(1))
+    machine.handle(announced(0), 0.0)
+    effects = machine.handle(here(3, held=(0, 1, 2)), 0.0)
+    assert of(Ready, effects) == [Ready(version=PolicyVersion(0), manifest=manifest(0))]
+
+
+def test_every_chunk_is_asked_once_and_then_the_version_is_ready():
+    machine, asks = fetching(10, LEARNER)
+    seen = []
+    while asks:
+        ask = asks.pop()
+        seen.append(ask.ref.digest)
+        effects = machine.handle(arrived(ask), 1.0)
+        asks += of(Ask, effects)
+    assert sorted(seen) == sorted(r.digest for r in refs(10))
+    assert of(Ready, effects)
+
+
+def test_no_peer_is_asked_more_than_its_share_at_once():
+    _, asks = fetching(20, LEARNER)
+    assert len(asks) == limits.FETCH_IN_FLIGHT_PER_PEER_MAX
+
+
+def test_no_more_than_the_limit_is_in_flight_in_all():
+    machine, asks = fetching(30, LEARNER)
+    for i in range(6):
+        peer = NodeId(f"p{i}")
+        machine.handle(PeerUp(peer=peer), 0.0)
+        asks += of(Ask, machine.handle(has(peer, *range(30)), 0.0))
+    assert len(asks) == limits.FETCH_IN_FLIGHT_MAX
+
+
+def test_a_holder_beside_the_learner_is_preferred():
+    machine, _ = fetching(12)
+    machine.handle(PeerUp(peer=A), 0.0)
+    machine.handle(has(A, *range(12)), 0.0)
+    asks = of(Ask, machine.handle(PeerUp(peer=LEARNER), 0.0))
+    assert asks == [], "the other holder keeps our line busy; the learner is spared"
+
+
+def test_the_rarest_chunk_goes_first():
+    machine, _ = fetching(12)
+    for peer in (A, B):
+        machine.handle(PeerUp(peer=peer), 0.0)
+    machine.handle(StoreFailed(peer=A, digest=ref(0).digest), 0.0)
+    machine.handle(has(A, *range(12)), 0.0)
+    machine.handle(has(B, *(i for i in range(12) if i not in (3, 7))), 0.0)
+    asks = of(Ask, machine.handle(WAKE, 10.0))
+    assert {ask.ref for ask in asks[:2]} == {ref(3), ref(7)}
+
+
+def test_a_chunk_nobody_connected_holds_is_not_asked_for():
+    machine, asks = fetching(4, A)
+    assert asks == []
+    asks = of(Ask, machine.handle(has(A, 2), 0.0))
+    assert [ask.ref for ask in asks] == [ref(2)]
+
+
+def test_a_late_chunk_is_asked_elsewhere_and_the_first_peer_blamed():
+    machine, _ = fetching(1, A)
+    (ask,) = of(Ask, machine.handle(has(A, 0), 0.0))
+    machine.handle(PeerUp(peer=B), 0.0)
+    machine.handle(has(B, 0), 0.0)
+    effects = machine.handle(WAKE, ask.timeout_s + 0.1)
+    assert of(Cancel, effects) == [Cancel(peer=A, digest=ref(0).digest)]
+    assert of(Blame, effects) == [Blame(peer=A, fault=Fault.LATE, banned=False)]
+    assert [again.peer for again in of(Ask, effects)] == [B]
+
+
+def test_a_liar_is_left_alone_after_its_third_lie():
+    machine, _ = fetching(5, A)
+    now_s, blames, asks = 0.0, [], of(Ask, machine.handle(has(A, *range(5)), 0.0))
+    while asks:
+        now_s += 20.0
+        effects = machine.handle(refused(asks.pop(0), Fault.LIED), now_s)
+        blames += of(Blame, effects)
+        asks += of(Ask, effects)
+    for _ in range(50):
+        now_s += 20.0
+        assert not of(Ask, machine.handle(WAKE, now_s)), "a liar is never pardoned"
+    assert [blame.banned for blame in blames] == [False, False, True]
+
+
+def test_the_only_holder_is_pardoned_for_being_slow_and_given_more_time():
+    machine, _ = fetching(1, A)
+    now_s, asks = 0.0, of(Ask, machine.handle(has(A, 0), 0.0))
+    first_s = asks[0].timeout_s
+    blamed = 0
+    for _ in range(4000):
+        now_s += PARDON_AFTER_S / 2
+        effects = machine.handle(WAKE, now_s)
+        blamed += len(of(Blame, effects))
+        asks += of(Ask, effects)
+        if asks[-1].timeout_s > first_s:
+            break
+    assert blamed == limits.BLAMES_BEFORE_BAN
+    assert of(Ready, machine.handle(arrived(asks[-1]), now_s + 1.0))
+
+
+def test_a_chunk_that_a_peer_does_not_hold_after_all_costs_no_blame():
+    machine, _ = fetching(1, A)
+    (ask,) = of(Ask, machine.handle(has(A, 0), 0.0))
+    effects = machine.handle(refused(ask, Fault.MISSING), 0.1)
+    assert not of(Blame, effects)
+    assert not of(Ask, effects)
+    assert of(Ask, machine.handle(PeerUp(peer=LEARNER), 0.2))
+
+
+def test_what_a_lost_peer_owed_is_asked_of_another():
+    machine, asks = fetching(3, LEARNER)
+    machine.handle(PeerUp(peer=A), 0.0)
+    machine.handle(has(A, 0, 1, 2), 0.0)
+    effects = machine.handle(PeerGone(peer=LEARNER), 1.0)
+    assert len(of(Cancel, effects)) == len(asks) == 3
+    assert [ask.peer for ask in of(Ask, effects)] == [A, A, A]
+
+
+def test_a_full_disk_pauses_the_asking_and_the_fetch_goes_on_later():
+    machine, asks = fetching(9, LEARNER)
+    effects = machine.handle(StoreFailed(peer=LEARNER, digest=asks[0].ref.digest), 1.0)
+    assert not of(Ask, effects)
+    assert not of(Ask, machine.handle(WAKE, 1.5))
+    assert of(Ask, machine.handle(WAKE, 3.0))
+
+
+def test_a_newer_version_replaces_one_that_has_hardly_begun():
+    machine, asks = fetching(8, LEARNER)
+    effects = machine.handle(announced(1), 1.0)
+    assert len(of(Cancel, effects)) == len(asks)
+    assert [look.version for look in of(Look, effects)] == [1]
+
+
+def test_a_version_more_than_half_here_is_finished_first():
+    machine, asks = fetching(3, LEARNER)
+    for ask in asks[:2]:
+        machine.handle(arrived(ask), 1.0)
+    assert not of(Look, machine.handle(announced(1), 1.0))
+    effects = machine.handle(arrived(asks[2]), 2.0)
+    assert [ready.version for ready in of(Ready, effects)] == [0]
+    assert [look.version for look in of(Look, effects)] == [1]
+
+
+def test_versions_that_come_faster_than_they_can_be_fetched_do_not_starve():
+    machine, _ = fetching(8, LEARNER)
+    machine.handle(announced(1), 1.0)
+    asks = of(Ask, machine.handle(here(8, 1), 1.0))
+    ready = []
+    for version in range(2, 12):
+        effects = machine.handle(announced(version), float(version))
+        assert not of(Cancel, effects)
+    while asks:
+        effects = machine.handle(arrived(asks.pop()), 20.0)
+        asks += of(Ask, effects)
+        ready += of(Ready, effects)
+    assert [effect.version for effect in ready] == [1]
+    assert machine.target is not None
+    assert machine.target.version == 11, "then straight to the newest"
+
+
+def test_a_version_nobody_can_serve_gives_way_to_a_newer_one():
+    machine, _ = fetching(8, LEARNER)
+    machine.handle(announced(1), 0.1)
+    machine.handle(here(8, 1), 0.1)
+    machine.handle(PeerGone(peer=LEARNER), 0.2)
+    machine.handle(announced(2), 0.3)
+    assert not of(Look, machine.handle(WAKE, 0.4))
+    assert [look.version for look in of(Look, machine.handle(WAKE, 0.5 + STUCK_AFTER_S))] == [2]
+
+
+def test_an_older_announcement_starts_nothing():
+    machine = Fetch(LEARNER, Random(1))
+    machine.handle(announced(5), 0.0)
+    machine.handle(here(1, 5, held=(0,)), 0.0)
+    for old in (announced(5), announced(4), announced(9, incarnation=0)):
+        assert not of(Look, machine.handle(old, 1.0))
+    assert of(Look, machine.handle(announced(2, incarnation=2), 1.0)), "a resumed learner counts"
+
+
+def test_an_unfit_manifest_is_given_up_and_the_next_version_taken():
+    machine = Fetch(LEARNER, Random(1))
+    machine.handle(announced(0), 0.0)
+    machine.handle(ManifestUnfit(manifest=manifest(0).digest), 0.0)
+    assert not of(Look, machine.handle(announced(0), 1.0))
+    assert of(Look, machine.handle(announced(1), 1.0))
+
+
+def test_a_blob_that_occurs_twice_is_fetched_once_and_held_twice():
+    machine = Fetch(LEARNER, Random(1))
+    machine.handle(announced(0), 0.0)
+    machine.handle(PeerUp(peer=LEARNER), 0.0)
+    same = (ref(0), ref(1), ref(0))
+    effects = machine.handle(
+        ManifestHere(manifest=manifest(0).digest, refs=same, held=frozenset()), 0.0
+    )
+    asks = of(Ask, effects)
+    assert len(asks) == 2
+    machine.handle(arrived(next(ask for ask in asks if ask.ref == ref(0))), 1.0)
+    assert machine.target is not None
+    assert machine.target.held() == {0, 2}
+    assert machine.progress_bytes() == (100, 200)
+
+
+def test_neighbours_are_asked_for_their_holdings_while_something_is_missing():
+    machine, _ = fetching(4, A, LEARNER)
+    later_s = 2 * limits.HOLDINGS_INTERVAL_S
+    assert [poll.peer for poll in of(AskHoldings, machine.handle(WAKE, later_s))] == [A]
+    assert not of(AskHoldings, machine.handle(WAKE, later_s + 0.01))
+
+
+def test_a_running_fetch_always_has_an_alarm():
+    machine, _ = fetching(4)
+    for now_s in (0.5, 1.0, 100.0):
+        assert of(Arm, machine.handle(WAKE, now_s))

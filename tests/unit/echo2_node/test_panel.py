@@ -1,0 +1,85 @@
+from rich.console import Console
+
+from echo2_node.panel import render
+from echo2_node.sightings import Sighting
+from echo2_node.status import MemberRow, Snapshot
+
+
+def drawn(*members, process="running", **fields):
+    values = {
+        "role": "learner",
+        "node": "12D3KooWabcdefghij",
+        "name": "sorting",
+        "run_id": "sort-0a1b2c3d",
+        "state": "training",
+        "pid": 1,
+        "updated_unix_ms": 1,
+        "started_unix_ms": 1,
+        "members": members,
+    }
+    snapshot = Snapshot(**{**values, **fields})
+    console = Console(width=160, record=True, force_terminal=True, file=open_null())
+    console.print(render(Sighting(folder="f", process=process, snapshot=snapshot)))
+    return console.export_text()
+
+
+def open_null():
+    import io
+
+    return io.StringIO()
+
+
+def test_the_table_has_what_an_operator_asks_for():
+    text = drawn(
+        MemberRow(
+            node="12D3KooWzyxwvuts9999",
+            role="actor",
+            state="generating",
+            version=41,
+            lag=2,
+            tokens_per_s=1234.5,
+            accepted=96,
+            refused=5,
+            commonest_refusal="stale",
+            fetched_bytes=500_000,
+            fetch_bytes=2_000_000,
+            seen_s_ago=0.7,
+        ),
+        step=43,
+        steps=100,
+        version=43,
+        reward_last=0.5,
+        groups_alive=3,
+        groups_alive_max=12,
+    )
+    for words in ("zyxwvuts", "generating", "41", "1,234", "96", "stale", "25% of 2 MB", "1 s"):
+        assert words in text
+    assert "step 43/100" in text
+    assert "reward 0.500" in text
+    assert "groups 3/12" in text
+
+
+def test_refusals_and_ages_stand_below_the_table():
+    text = drawn(
+        refusals={"late": 1, "stale": 7},
+        staleness_histogram={"0": 9, "10": 1, "2": 3},
+        staleness_limit_steps=10,
+    )
+    assert "stale 7, late 1" in text
+    assert "0: 9, 2: 3, 10: 1 (limit 10)" in text
+
+
+def test_a_suspect_is_called_so_and_a_dead_daemon_stopped():
+    text = drawn(MemberRow(node="n", role="actor", state="generating", standing="suspect"))
+    assert "suspect" in text
+    assert "stopped" in drawn(process="stopped")
+
+
+def test_a_hostile_name_reaches_the_terminal_without_control_characters_or_markup():
+    name = "[bold red]\x1b[2J\x07own\u202eed[/]"
+    row = MemberRow(node="n", role="actor", state="generating", name=name, last_error="")
+    text = drawn(row, last_error="\x1b]0;title\x07")
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "\u202e" not in text
+    assert "[bold red]?[2J?own?ed[/]" in text
