@@ -29,6 +29,8 @@ from echo2_mesh.wire.messages import ChunkRef, FileRef, Manifest, Probe, TaskSpe
 from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion, Role
 
 GOSSIP_REPEAT_SHARE = 0.05
+SHORT_MESSAGE_BYTES_MAX = 4 * limits.KIB
+"""Up to this size a message slips between the pieces of a long one, as streams share a line."""
 Spoil = Callable[[NodeId, str, bytes], bytes]
 """(asker, protocol, honest reply) -> what is sent instead."""
 
@@ -78,14 +80,14 @@ class SimNetwork:
         carrier.alive = False
         for scope in tuple(carrier.scopes):
             scope.cancel()
-        for peer in tuple(carrier.links):
+        for peer in sorted(carrier.links):
             self.unlink(node, peer)
 
     def partition(self, *islands: frozenset[NodeId]) -> None:
         """Only nodes of one island reach each other; nodes in none form another. () heals."""
         self._islands = {node: i for i, island in enumerate(islands) for node in island}
         for carrier in self.nodes.values():
-            for peer in tuple(carrier.links):
+            for peer in sorted(carrier.links):
                 if not self.reachable(carrier.node, peer):
                     self.unlink(carrier.node, peer)
 
@@ -115,14 +117,15 @@ class SimNetwork:
 
     async def carry(self, source: NodeId, target: NodeId, size_bytes: int) -> None:
         """Wait as long as `size_bytes` take from `source` to `target`, behind what went before."""
-        self.nodes[source].sent_bytes += size_bytes
-        now_s = trio.current_time()
-        done_s = now_s
-        if self.bandwidth_bytes_per_s is not None:
+        uplink, downlink = self.nodes[source], self.nodes[target]
+        uplink.sent_bytes += size_bytes
+        done_s = trio.current_time()
+        if self.bandwidth_bytes_per_s is not None and size_bytes > SHORT_MESSAGE_BYTES_MAX:
             wire_s = size_bytes / self.bandwidth_bytes_per_s
-            uplink, downlink = self.nodes[source], self.nodes[target]
-            done_s = max(now_s, uplink.uplink_free_s, downlink.downlink_free_s) + wire_s
-            uplink.uplink_free_s = downlink.downlink_free_s = done_s
+            uplink.uplink_free_s = max(done_s, uplink.uplink_free_s) + wire_s
+            # The first byte comes in while the last still waits to leave.
+            first_s = uplink.uplink_free_s - wire_s
+            done_s = downlink.downlink_free_s = max(first_s, downlink.downlink_free_s) + wire_s
         await trio.sleep_until(done_s + self.delay_s())
 
 
@@ -133,8 +136,8 @@ class SimCarrier:
         self.node = node
         self.alive = True
         self.links: set[NodeId] = set()
-        self.exchanges: dict[NodeId, set[trio.CancelScope]] = {}
-        self.scopes: set[trio.CancelScope] = set()
+        self.exchanges: dict[NodeId, dict[trio.CancelScope, None]] = {}
+        self.scopes: dict[trio.CancelScope, None] = {}
         self.uplink_free_s = 0.0
         self.downlink_free_s = 0.0
         self.sent_bytes = 0
@@ -183,8 +186,8 @@ class SimCarrier:
         reply: bytes | None = None
         late = False
         with trio.CancelScope() as scope:
-            mine = self.exchanges.setdefault(node, set())
-            mine.add(scope)
+            mine = self.exchanges.setdefault(node, {})
+            mine[scope] = None
             try:
                 with trio.move_on_after(timeout_s) as clock:
                     await self._network.carry(self.node, node, len(request))
@@ -193,7 +196,7 @@ class SimCarrier:
                         await self._network.carry(node, self.node, len(reply))
                 late = clock.cancelled_caught
             finally:
-                mine.discard(scope)
+                mine.pop(scope, None)
         if late:
             raise PeerError(f"{node[-8:]} did not answer on {protocol} in {timeout_s:g} s.")
         if scope.cancelled_caught or reply is None:
@@ -212,13 +215,13 @@ class SimCarrier:
             await trio.sleep_forever()
         reply: bytes | None = None
         with trio.CancelScope() as scope:
-            self.scopes.add(scope)
+            self.scopes[scope] = None
             try:
                 reply = await handler(peer, request)
             except Exception:  # as a stream handler of a real carrier: the stream ends, no more
                 self._network.counters["handler_failures"] += 1
             finally:
-                self.scopes.discard(scope)
+                self.scopes.pop(scope, None)
         if reply is not None and self.spoil is not None:
             reply = self.spoil(peer, protocol, reply)
         return reply
@@ -247,13 +250,13 @@ class SimCarrier:
 
     async def _deliver(self, carrier: SimCarrier, hear: HearGossip, data: bytes, hops: int) -> None:
         with trio.CancelScope() as scope:
-            carrier.scopes.add(scope)
+            carrier.scopes[scope] = None
             try:
                 await trio.sleep(sum(self._network.delay_s() for _ in range(hops)))
                 if carrier.alive:
                     await hear(data)
             finally:
-                carrier.scopes.discard(scope)
+                carrier.scopes.pop(scope, None)
 
     async def subscribe(self, topic: str, hear: HearGossip) -> None:
         await trio.lowlevel.checkpoint()
@@ -287,6 +290,7 @@ async def open_network(
     loss: float = 0.0,
 ) -> AsyncIterator[SimNetwork]:
     """A network for the length of the block."""
+    _schedule_repeatably(rng)
     async with trio.open_nursery() as nursery:
         yield SimNetwork(
             rng,
@@ -296,6 +300,13 @@ async def open_network(
             loss=loss,
         )
         nursery.cancel_scope.cancel()
+
+
+def _schedule_repeatably(rng: Random) -> None:
+    """Make trio choose the order of runnable tasks by `rng` alone, as its own test tools do."""
+    scheduler: Any = trio._core._run
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True
+    scheduler._r.seed(rng.random())
 
 
 def identity_of(name: str) -> Identity:

@@ -49,7 +49,8 @@ class ChildPipe:
     """The child's end: frames from and to the parent. One reading and one writing thread."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._source = os.fdopen(read_fd, "rb", buffering=_READ_SIZE_BYTES)
+        # Unbuffered: a buffer's lock, held by a thread that reads, would abort the exit.
+        self._source = os.fdopen(read_fd, "rb", buffering=0)
         self._target = os.fdopen(write_fd, "wb", buffering=0)
 
     def read(self) -> bytes | None:
@@ -58,14 +59,23 @@ class ChildPipe:
         Raises:
             LocalError: the length is above `FRAME_SIZE_BYTES_MAX`: the two ends disagree.
         """
-        header = self._source.read(4)
-        if len(header) < 4:
+        header = self._read_exactly(4)
+        if header is None:
             return None
         length = int.from_bytes(header, "big")
         if length > FRAME_SIZE_BYTES_MAX:
             raise LocalError(f"A frame of {length} bytes; the limit is {FRAME_SIZE_BYTES_MAX}.")
-        frame = self._source.read(length)
-        return frame if len(frame) == length else None
+        return self._read_exactly(length)
+
+    def _read_exactly(self, length: int) -> bytes | None:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            count = self._source.readinto(view)
+            if not count:
+                return None
+            view = view[count:]
+        return bytes(data)
 
     def write(self, frame: bytes) -> None:
         """Send one frame; ends this process quietly where the parent has gone.

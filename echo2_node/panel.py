@@ -72,7 +72,7 @@ def _table(members: Sequence[MemberRow]) -> Table:
     for title in ("commonest reason", "weights"):
         table.add_column(title)
     table.add_column("seen", justify="right")
-    for member in sorted(members, key=lambda one: (one.role != "learner", one.standing, one.name)):
+    for member in sorted(members, key=_order):
         style = {"suspect": "yellow", "gone": "dim"}.get(member.standing, "")
         cells = (
             member.name or short_id(member.node),
@@ -91,8 +91,15 @@ def _table(members: Sequence[MemberRow]) -> Table:
     return table
 
 
+def _order(member: MemberRow) -> tuple[bool, int, str]:
+    """The learner, then those that are there, by name."""
+    standings = ("up", "suspect", "gone")
+    standing = standings.index(member.standing) if member.standing in standings else 3
+    return (member.role != "learner", standing, member.name or member.node)
+
+
 def _progress(member: MemberRow) -> str:
-    if member.fetch_bytes == 0:
+    if member.fetch_bytes == 0 or member.role == "learner":
         return ""
     if member.fetched_bytes >= member.fetch_bytes:
         return "complete"

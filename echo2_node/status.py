@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from echo2_mesh.errors import LocalError
+from echo2_mesh.wire.types import Reason
 from echo2_node.telemetry import FULL_DISK
 
 if TYPE_CHECKING:
@@ -90,6 +91,16 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     commonest_refusal: str | None = None
 
 
+def tally_of(verdicts: Mapping[str, int]) -> Tally:
+    """Counts of verdicts by reason, "admitted" among them, as accepted and refused."""
+    refused = {reason: count for reason, count in verdicts.items() if reason != "admitted"}
+    return Tally(
+        accepted=verdicts.get("admitted", 0),
+        refused=sum(refused.values()),
+        commonest_refusal=max(refused, key=refused.__getitem__, default=None),
+    )
+
+
 class Reporter:
     """Makes snapshots of a mesh and writes them into a state folder.
 
@@ -126,8 +137,8 @@ class Reporter:
         newest = max(beat.version or 0 for _, beat, _, _ in heard)
         for name in ("refusals", "staleness_histogram"):
             if name in fields:
-                counts = fields[name].items()
-                fields[name] = {str(getattr(k, "value", k)): count for k, count in counts}
+                counts = {str(getattr(k, "value", k)): n for k, n in fields[name].items()}
+                fields[name] = {k: n for k, n in counts.items() if k != Reason.ADMITTED.value}
         snapshot = Snapshot(
             **self._own,
             node=mesh.node,

@@ -1,13 +1,11 @@
-"""The vectors in `proto/vectors`, made from fixed seeds: one file a kind, one each for the envelope
-and the ticket.
+"""The vectors of envelopes in `proto/vectors`, made from fixed seeds: a file a kind, one for all.
 
 Called by `scripts/schema` alone. Golden vectors carry bytes and their meaning; must-reject ones
-carry bytes and the name of the refusal (`proto/envelope.md`, `proto/ticket.md` list the names).
+carry bytes and the name of the refusal (`proto/envelope.md` lists the names).
 """
 
 from __future__ import annotations
 
-import base64
 import math
 import struct
 from typing import Any
@@ -19,13 +17,12 @@ from echo2_mesh import limits
 from echo2_mesh.identity import Identity
 from echo2_mesh.wire import messages as m
 from echo2_mesh.wire.codec import Envelope, signed_bytes
-from echo2_mesh.wire.ticket import RunTicket, admission_proof, write_ticket
+from echo2_mesh.wire.ticket import admission_proof
 from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion, Reason, Role, StopReason
 
 RUN_ID = "vectors-0123"
 LEARNER = Identity(bytes(range(32)))
 ACTOR = Identity(bytes(range(32, 64)))
-NOW_UNIX_S = 1_800_000_000
 SECRET = bytes(range(64, 80))
 LEASE_ID, GROUP_ID = "00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100"
 
@@ -233,9 +230,9 @@ ILLEGAL: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def all_vectors() -> dict[str, dict[str, Any]]:
-    """File name to content, for every file of `proto/vectors`."""
+    """File name to content, for every file of envelopes."""
     files = {kind: _kind_file(kind, samples) for kind, samples in SAMPLES.items()}
-    return files | {"envelope": _envelope_file(), "ticket": _ticket_file()}
+    return files | {"envelope": _envelope_file()}
 
 
 def plain(value: object) -> Any:
@@ -283,7 +280,7 @@ def _reject(name: str, raw: bytes, refusal: str, size_bytes_max: int | None = No
 
 
 def _kind_file(kind: str, samples: tuple[m.Message, ...]) -> dict[str, Any]:
-    golden = []
+    golden: list[Vector] = []
     for sample in samples:
         identity = LEARNER if kind in ("manifest", "announce", "lease-grant") else ACTOR
         payload = msgspec.msgpack.encode(sample)
@@ -391,78 +388,3 @@ def _envelope_file() -> dict[str, Any]:
         _reject("a payload nested 20000 deep", _envelope("done", nested), "message"),
     ]
     return {"run_id": RUN_ID, "kind": "done", "golden": [golden], "must_reject": rejects}
-
-
-def _ticket_file() -> dict[str, Any]:
-    least = RunTicket(run_id=RUN_ID, learner=LEARNER.node, addresses=())
-    full = RunTicket(
-        run_id=RUN_ID,
-        learner=LEARNER.node,
-        addresses=(f"/ip4/192.0.2.7/tcp/4201/p2p/{LEARNER.node}", "/dns4/example.org/tcp/4201"),
-        manifest=digest("manifest"),
-        secret=SECRET,
-        expires_unix_s=NOW_UNIX_S + 3600,
-    )
-    word, long_word = write_ticket(least), write_ticket(full)
-    middle = len(long_word) // 2
-    golden = [
-        {"name": "only what is needed", "text": word, "meaning": plain(least)},
-        {"name": "everything", "text": long_word, "meaning": plain(full)},
-        {
-            "name": "wrapped and in capitals",
-            "text": f"  {long_word[:40].upper()}\n   {long_word[40:]}\r\n",
-            "meaning": plain(full),
-        },
-    ]
-    other = "b" if long_word[middle] == "a" else "a"
-    expired = msgspec.structs.replace(full, expires_unix_s=NOW_UNIX_S)
-    rejects = [
-        ("nothing", "", "ticket"),
-        ("another word", "hello", "ticket"),
-        ("a sign that no ticket has", long_word[:middle] + "!" + long_word[middle + 1 :], "ticket"),
-        ("a letter changed", long_word[:middle] + other + long_word[middle + 1 :], "damaged"),
-        ("the last letter missing", long_word[:-1], "damaged"),
-        ("a letter too many", long_word + "a", "damaged"),
-        ("unused bits of the last letter set", _loose_end(word), "damaged"),
-        ("version 2", word.replace("echo2v1x", "echo2v2x"), "version"),
-        ("expired this second", write_ticket(expired), "expired"),
-        ("a content that is no map", _word(b"\x90"), "content"),
-        (
-            "a content without a learner",
-            _word(msgspec.msgpack.encode({"run_id": RUN_ID})),
-            "content",
-        ),
-        (
-            "a secret of 15 bytes",
-            _word(msgspec.msgpack.encode(msgspec.structs.replace(full, secret=b"\0" * 15))),
-            "content",
-        ),
-        ("twice as long as any ticket", "echo2v1x" + "a" * 16_400, "oversize"),
-    ]
-    proof = admission_proof(SECRET, run_id=RUN_ID, node=ACTOR.node)
-    return {
-        "now_unix_s": NOW_UNIX_S,
-        "golden": golden,
-        "must_reject": [{"name": n, "text": t, "refusal": refusal} for n, t, refusal in rejects],
-        "admission": {
-            "secret": SECRET.hex(),
-            "run_id": RUN_ID,
-            "node": ACTOR.node,
-            "proof": proof.hex(),
-        },
-    }
-
-
-def _word(body: bytes) -> str:
-    """A ticket with a right checksum around any content."""
-    prefix = f"echo2v{limits.NETWORK_VERSION}x"
-    checksum = blake3.blake3(prefix.encode() + body).digest()[:4]
-    return prefix + base64.b32encode(body + checksum).decode().rstrip("=").lower()
-
-
-def _loose_end(word: str) -> str:
-    letters = "abcdefghijklmnopqrstuvwxyz234567"
-    changed = word[:-1] + letters[letters.index(word[-1]) ^ 1]
-    coded = changed.removeprefix(f"echo2v{limits.NETWORK_VERSION}x")
-    assert len(coded) % 8, "the sample must not fill its last group of eight letters"
-    return changed

@@ -75,6 +75,7 @@ def publish(
     drop: str | None = None,
     reshape: str | None = None,
     probe_ids: list[int] | None = None,
+    claim_probe_ids: list[int] | None = None,
 ) -> Digest:
     """Write a module's state as version `version`; returns the manifest blob's digest."""
     stored: dict[int, str] = {}
@@ -117,7 +118,7 @@ def publish(
         template_digest=digest,
         task=TaskSpec(task_id="sort_digits", args_json="{}", digest=digest),
         probe=Probe(
-            token_ids=np.array(ids, dtype="<i4").tobytes(),
+            token_ids=np.array(claim_probe_ids or ids, dtype="<i4").tobytes(),
             logprobs=logprobs_of(module.float(), ids).astype("<f4").tobytes(),
         ),
     )

@@ -14,6 +14,7 @@ from random import Random
 from typing import assert_never
 
 from echo2_mesh import limits
+from echo2_mesh.core.choice import Choice
 from echo2_mesh.core.fetching import (
     Announced,
     Ask,
@@ -36,7 +37,7 @@ from echo2_mesh.core.fetching import (
     StoreFailed,
 )
 from echo2_mesh.core.machine import Arm, Woke, backoff_s
-from echo2_mesh.core.swarm import MANIFEST_INDEX, Holder, Target
+from echo2_mesh.core.swarm import Holder, Target
 from echo2_mesh.wire.types import Digest, NodeId
 
 SUPERSEDES_IN_A_ROW_MAX = 1
@@ -98,7 +99,7 @@ class Fetch:
             case PeerHas():
                 self._has(event)
             case ChunkArrived(peer=peer, digest=digest):
-                self._arrived(peer, digest, effects)
+                self._arrived(peer, digest, now_s, effects)
             case ChunkRefused():
                 self._refused(event, now_s, effects)
             case StoreFailed(peer=peer, digest=digest):
@@ -189,7 +190,9 @@ class Fetch:
         holder.holds = set(event.indices or ())
         target.unsorted = True
 
-    def _arrived(self, peer: NodeId, digest: Digest, effects: list[FetchEffect]) -> None:
+    def _arrived(
+        self, peer: NodeId, digest: Digest, now_s: float, effects: list[FetchEffect]
+    ) -> None:
         target = self._target
         if target is None:
             return
@@ -201,6 +204,8 @@ class Fetch:
         self._store_failures = 0
         if (holder := self._peers.get(peer)) is not None:
             holder.failures = 0
+            if flight is not None and flight.peer == peer:
+                holder.took_s = now_s - flight.asked_s
         if digest == target.manifest.digest:
             if target.manifest_wanted:
                 target.manifest_wanted = False
@@ -277,53 +282,18 @@ class Fetch:
         target = self._target
         if target is None or now_s < self._paused_until_s:
             return
+        choice = Choice(target, self._peers, self._learner, self._rng, now_s)
         for index in target.queue(self._peers.values(), self._learner, self._rng, now_s):
             if len(target.flights) >= limits.FETCH_IN_FLIGHT_MAX:
                 break
-            holder = self._choose(target, index, now_s)
+            holder = choice.holder_for(index)
             if holder is not None:
                 timeout_s = holder.deadline_s(target.ref(index))
-                target.fly(index, holder.peer, now_s + timeout_s)
+                target.fly(index, holder.peer, now_s, now_s + timeout_s)
                 effects.append(Ask(peer=holder.peer, ref=target.ref(index), timeout_s=timeout_s))
-            elif not self._anyone_free(target, now_s):
+            elif not choice.anyone_free():
                 break
         self._mind_being_stuck(target, now_s, effects)
-
-    def _free(self, target: Target, holder: Holder, now_s: float) -> bool:
-        """May be asked something now."""
-        return (
-            now_s >= holder.cool_until_s
-            and not target.banned(holder.peer)
-            and target.flights_count(holder.peer) < limits.FETCH_IN_FLIGHT_PER_PEER_MAX
-        )
-
-    def _anyone_free(self, target: Target, now_s: float) -> bool:
-        return any(self._free(target, holder, now_s) for holder in self._peers.values())
-
-    def _choose(self, target: Target, index: int, now_s: float) -> Holder | None:
-        """The holder to ask for blob `index`, or None for not now."""
-        learner: Holder | None = None
-        others: list[Holder] = []
-        held_elsewhere = False
-        for holder in self._peers.values():
-            if not holder.has(index, now_s, self._learner) or target.banned(holder.peer):
-                continue
-            if holder.peer == self._learner:
-                learner = holder if self._free(target, holder, now_s) else None
-                continue
-            held_elsewhere = held_elsewhere or now_s >= holder.cool_until_s
-            if self._free(target, holder, now_s):
-                others.append(holder)
-        if index == MANIFEST_INDEX and learner is not None:
-            # Who else has the manifest is not known before it is read; proven holders first.
-            others = [holder for holder in others if holder.complete]
-        if others:
-            self._rng.shuffle(others)
-            return min(others, key=lambda h: target.flights_count(h.peer))
-        # The learner's uplink is the scarce one: where others hold the chunk it steps in only
-        # while they leave our line nearly idle.
-        idle = len(target.flights) < limits.FETCH_IN_FLIGHT_PER_PEER_MAX
-        return learner if not held_elsewhere or idle else None
 
     def _mind_being_stuck(self, target: Target, now_s: float, effects: list[FetchEffect]) -> None:
         """Nothing in flight: pardon the slow, and in the end move on to a newer version."""

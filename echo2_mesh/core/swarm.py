@@ -39,6 +39,8 @@ class Holder:
         self.polled_s = float("-inf")
         self.patience = 1.0
         """Factor on its deadlines: grows when a slow peer is the only one left."""
+        self.took_s: float | None = None
+        """How long its last chunk took from question to store."""
         self._lacks: dict[int, float] = {}
 
     def forget_version(self) -> None:
@@ -76,6 +78,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     peer: NodeId
+    asked_s: float
     deadline_s: float
 
 
@@ -144,12 +147,14 @@ class Target:
 
     # --- flights -------------------------------------------------------------------------------
 
-    def fly(self, index: int, peer: NodeId, deadline_s: float) -> None:
+    def fly(self, index: int, peer: NodeId, asked_s: float, deadline_s: float) -> None:
         """Asked `peer` for `index`."""
         digest = self.ref(index).digest
         assert digest not in self.flights
         assert index == MANIFEST_INDEX or index in self.missing
-        self.flights[digest] = Flight(index=index, peer=peer, deadline_s=deadline_s)
+        self.flights[digest] = Flight(
+            index=index, peer=peer, asked_s=asked_s, deadline_s=deadline_s
+        )
 
     def flights_count(self, peer: NodeId) -> int:
         """How many chunks are awaited from `peer`."""

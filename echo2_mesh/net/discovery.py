@@ -43,7 +43,6 @@ KEY_PREFIX = b"echo2:"
 LOOKUP_TIMEOUT_S = 10.0
 PROVIDERS_MAX = 64
 PEERS_PER_SUBNET_MAX = 4
-MDNS_START_TIMEOUT_S = 10.0
 MDNS_STOP_TIMEOUT_S = 1.5
 MDNS_TTL_S = 120
 MDNS_FOUND_MAX = 256
@@ -171,24 +170,21 @@ class Discovery:
             self._counters["lookups_failed"] += 1
             log.debug("lookup failed: %r", error)
 
-    @contextlib.asynccontextmanager
-    async def local_network(self, addresses: Sequence[str], group: str) -> AsyncIterator[None]:
-        """Announce and listen by mDNS for the length of the block; a network without multicast
-        costs one counted failure."""
-        limiter = trio.CapacityLimiter(1)
+    async def stay_local(self, addresses: Sequence[str], group: str) -> None:
+        """Announce and listen by mDNS until cancelled; a host without multicast costs one counted
+        failure. A task of its own: zeroconf takes more than a second to be sure of a name."""
         started: list[LocalAnnouncer] = []
 
         def start() -> None:
             started.append(LocalAnnouncer(str(self._host.get_id()), addresses, group, self._local))
 
         try:
-            with trio.move_on_after(MDNS_START_TIMEOUT_S):
-                await _run_in_thread(start, abandon_on_cancel=True, limiter=limiter)
+            # Not abandoned: what a thread starts must be stopped.
+            await _run_in_thread(start)
+            await trio.sleep_forever()
         except Exception as error:  # zeroconf: OSError, NonUniqueNameException, its own timeouts
             self._counters["mdns_failed"] += 1
             log.debug("mdns not available: %r", error)
-        try:
-            yield
         finally:
             with trio.move_on_after(MDNS_STOP_TIMEOUT_S) as scope:
                 scope.shield = True

@@ -150,7 +150,9 @@ class Joining:
         """
         if node in self._carrier.connected():
             return
-        addresses = self.table.addresses_of(node)
+        addresses = self.table.addresses_of(node) or tuple(
+            place for known, place in self._bootstrap if known == node
+        )
         if not addresses and node not in self._dialling:
             raise PeerError(
                 f"{node[-8:]} is not connected and its address is not known.", code="unreachable"
@@ -193,10 +195,10 @@ class Joining:
         now = self._carrier.connected()
         came, went = now - self._connected, self._connected - now
         self._connected = now
-        for node in went:
+        for node in sorted(went):
             await self._peer_gone(node)
             await self._driver.post(Disconnected(node=node))
-        for node in came:
+        for node in sorted(came):
             await self._peer_up(node)
             await self._driver.post(Connected(node=node))
         if self._learner in went or (came and len(came) == len(now)):

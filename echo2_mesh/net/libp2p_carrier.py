@@ -208,13 +208,11 @@ async def open_libp2p_carrier(
                     )
                     nursery.start_soon(carrier.keep_joined, homes)
                     nursery.start_soon(connections.watch)
+                    if mdns:
+                        group = min(topics, default="echo2")
+                        nursery.start_soon(discovery.stay_local, carrier.addresses(), group)
                     try:
-                        if mdns:
-                            group = min(topics, default="echo2")
-                            async with discovery.local_network(carrier.addresses(), group):
-                                yield carrier
-                        else:
-                            yield carrier
+                        yield carrier
                     except Exception as error:
                         failure = error
                     finally:

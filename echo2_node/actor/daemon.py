@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import structlog
 import trio
@@ -57,6 +58,7 @@ async def run_actor(
     carrier: Carrier | None = None,
     make_engine: MakeEngine | None = None,
     stop: trio.Event | None = None,
+    rng: Random | None = None,
 ) -> str:
     """Take part in a run until told to stop or until it ends.
 
@@ -67,6 +69,7 @@ async def run_actor(
         carrier: a network other than libp2p, for simulations.
         make_engine: (model folder, chunk folder) -> engine, for simulations.
         stop: set to leave as on SIGTERM, for simulations (no signal handlers are installed).
+        rng: the mesh's choices, for simulations.
 
     Returns:
         Why it left, as said in the goodbye.
@@ -97,7 +100,7 @@ async def run_actor(
         else b""
     )
     with as_one_error():
-        async with open_mesh(settings, identity, store, carrier=carrier) as mesh:
+        async with open_mesh(settings, identity, store, carrier=carrier, rng=rng) as mesh:
             actor = Actor(mesh, config=config, state_dir=state_dir, admission=proof)
             if make_engine is not None:
                 actor.make_engine = make_engine
@@ -134,8 +137,8 @@ class Actor:
             nursery.start_soon(self._report_for_ever)
             await self._work_until_left()
             self._state = "leaving"
-            if self._rollouts is not None:
-                await self._rollouts.wait_acknowledged()
+            if self._rollouts is not None and self._why != RUN_ENDED:
+                await self._rollouts.announce_the_rest()
             await self._mesh.say_goodbye(self._why)
             nursery.cancel_scope.cancel()
         self._report()
@@ -145,7 +148,9 @@ class Actor:
         """Everything between joining and leaving; ends when `_leaving` is set."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_left, nursery.cancel_scope)
+            self._state = "fetching"
             first = await self._weights.wait_first()
+            await self._weights.wait_whole(first)
             folder = self._state_dir / "model"
             await trio.to_thread.run_sync(
                 write_model_files, first.manifest, self._mesh.store, folder
@@ -163,9 +168,9 @@ class Actor:
             nursery.cancel_scope.cancel()
 
     async def _until_left(self, scope: trio.CancelScope) -> None:
-        """Leaving before there is anything to hand back needs no ceremony."""
+        """Leaving before there is anything to hand back, or to anybody, needs no ceremony."""
         await self._leaving.wait()
-        if self._rollouts is None or self._engine is None:
+        if self._rollouts is None or self._engine is None or self._why == RUN_ENDED:
             scope.cancel()
         else:
             self._rollouts.stopping.set()
@@ -179,8 +184,7 @@ class Actor:
                 await self._with_engine(folder, rollouts)
                 return
             except* RunEnded:
-                self._why = RUN_ENDED
-                self._leaving.set()
+                self._end_run()
             except* LocalError as group:
                 error = leaves(group)[0]
                 assert isinstance(error, LocalError)
@@ -205,23 +209,23 @@ class Actor:
                 nursery.start_soon(self._weights.follow, engine)
                 self._state = "installing"
                 with trio.CancelScope() as waiting:
-                    nursery.start_soon(self._cancel_when_stopping, rollouts, waiting)
+                    nursery.start_soon(rollouts.cancel_on_stop, waiting)
                     await self._weights.wait_installed()
                 if not waiting.cancelled_caught:
                     self._state = "generating"
                     await rollouts.generate_for_ever(engine)
                 nursery.cancel_scope.cancel()
 
-    @staticmethod
-    async def _cancel_when_stopping(rollouts: Rollouts, scope: trio.CancelScope) -> None:
-        await rollouts.stopping.wait()
-        scope.cancel()
-
     async def _hear_goodbye(self, sender: NodeId, goodbye: Goodbye) -> None:
         if sender == self._mesh.learner and goodbye.why == RUN_ENDED:
-            log.info("run ended", run=self._mesh.run_id)
-            self._why = RUN_ENDED
-            self._leaving.set()
+            self._end_run()
+
+    def _end_run(self) -> None:
+        log.info("run ended", run=self._mesh.run_id)
+        self._why = RUN_ENDED
+        if self._rollouts is not None:
+            self._rollouts.run_ended = True
+        self._leaving.set()
 
     async def _wait_stop(self, stop: trio.Event | None) -> None:
         if stop is not None:
@@ -242,22 +246,38 @@ class Actor:
         """Say in heartbeat and status document how this actor does."""
         rollouts, installed = self._rollouts, self._weights.installed
         tally = rollouts.tally if rollouts is not None else None
+        state, last_error = self._shown_state(), self._shown_error()
         self._mesh.set_state(
-            state=self._state,
+            state=state,
             version=installed.version if installed is not None else None,
             tokens_per_s=self._engine.tokens_per_s if self._engine is not None else 0.0,
             accepted=tally.accepted if tally is not None else 0,
             refused=tally.refused if tally is not None else 0,
             commonest_refusal=tally.commonest_refusal if tally is not None else None,
-            last_error=(self._weights.last_error or self._last_error)[:512],
+            last_error=last_error[:512],
         )
         self._reporter.write(
             self._mesh,
-            state=self._state,
+            state=state,
             version=installed.version if installed is not None else None,
             refusals={r.value: n for r, n in tally.by_reason.items()} if tally is not None else {},
-            last_error=self._weights.last_error or self._last_error,
+            last_error=last_error,
         )
+
+    def _shown_state(self) -> str:
+        """While an engine runs: what it is waiting for, if anything."""
+        rollouts = self._rollouts
+        if self._state != "generating" or rollouts is None or rollouts.stopping.is_set():
+            return self._state
+        if self._weights.installed is None:
+            return "installing"
+        if rollouts.leases_held:
+            return "generating"
+        return "learner away" if rollouts.learner_away else "waiting for leases"
+
+    def _shown_error(self) -> str:
+        held = self._rollouts.last_error if self._rollouts is not None else ""
+        return self._weights.last_error or held or self._last_error
 
 
 def _open_real_engine(

@@ -1,12 +1,16 @@
 """Pulls leases, generates, scores, and announces until acknowledged.
 
 One task asks for leases while there is room; each lease has a task of its own, so slow prompts
-hold up nobody. What is generated leaves through the outbox. On `stop` no new lease is taken,
-running ones get `drain_s`, and the rest is handed back. `actor.daemon` runs it beside
+hold up nobody. What is generated leaves through the outbox. Once `stopping` is set no new lease
+is taken, running ones get `drain_s`, and the rest is handed back. `actor.daemon` runs it beside
 `actor.weights`.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
 import trio
@@ -22,6 +26,7 @@ from echo2_mesh.wire.messages import (
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
+    Message,
     RolloutBatch,
     TrajectoryHeader,
     Verdicts,
@@ -38,8 +43,15 @@ from echo2_node.tokens import TokenCodec
 
 log = structlog.get_logger()
 
+Result = TypeVar("Result")
+
 LEARNER_AWAY_RETRY_S = 1.0
 LEASE_ASK_TIMEOUT_S = 10.0
+LAST_ASK_S = 3.0
+"""On leaving: how long a question for leases that is on its way may still take."""
+STORE_RETRY_S = 10.0
+"""After a trajectory could not be stored: how long no lease is taken."""
+HAND_BACK_TIMEOUT_S = 2.0
 ACKNOWLEDGE_TIMEOUT_S = 5.0
 """On leaving: how long announced trajectories may wait for their verdicts."""
 KEEP_AFTER_LEASE_S = 60.0
@@ -70,13 +82,20 @@ class Rollouts:
         self._codec = codec
         self._admission = admission
         self._held: dict[str, Lease] = {}
-        self._freed = trio.Event()
+        self._moved = trio.Event()
+        """A lease ended, or the outbox got shorter."""
         self._stirred = trio.Event()
-        self._acknowledged = trio.Event()
+        """The outbox has something new to send."""
+        self._pause_until_s = float("-inf")
         self.outbox = Outbox()
         self.tally = Tally()
         self.completion_tokens = 0
+        self.learner_away = False
+        """The last question for leases had no answer."""
+        self.last_error = ""
         self.stopping = trio.Event()
+        self.run_ended = False
+        """Nothing that is held or announced counts any more."""
         mesh.answer(Verdicts, self._hear_verdicts)
 
     @property
@@ -86,7 +105,11 @@ class Rollouts:
     async def announce_for_ever(self) -> None:
         """Send what the outbox has due, until cancelled. Outlives engine restarts."""
         while True:
-            for send in self.outbox.due(trio.current_time()):
+            waiting = len(self.outbox)
+            sends = self.outbox.due(trio.current_time())
+            if len(self.outbox) < waiting:
+                self._move()
+            for send in sends:
                 await self._send(send)
             due_s = self.outbox.next_due_s()
             with trio.move_on_at(float("inf") if due_s is None else due_s):
@@ -105,50 +128,78 @@ class Rollouts:
                 await self._take_leases(engine, nursery)
                 with trio.move_on_after(self._config.drain_s):
                     while self._held:
-                        await self._freed.wait()
+                        await self._moved.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            left, self._held = tuple(self._held.values()), {}
             with trio.CancelScope(shield=True), trio.move_on_after(limits.CLOSE_TIMEOUT_S):
-                await self._hand_back(tuple(self._held.values()), "leaving")
+                await self._hand_back(left, "leaving")
 
-    async def wait_acknowledged(self) -> None:
-        """Wait, for a bounded time, until the learner has recorded what was announced."""
+    async def announce_the_rest(self) -> None:
+        """Announce, for a bounded time, until the learner has recorded all of it."""
+        if not len(self.outbox):
+            return
         self.outbox.retry_now(trio.current_time())
-        self._stirred.set()
         with trio.move_on_after(ACKNOWLEDGE_TIMEOUT_S):
-            while len(self.outbox):
-                await self._acknowledged.wait()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.announce_for_ever)
+                while len(self.outbox):
+                    await self._moved.wait()
+                nursery.cancel_scope.cancel()
+
+    async def cancel_on_stop(self, scope: trio.CancelScope, grace_s: float = 0.0) -> None:
+        """Cancel `scope` when this actor is to stop, `grace_s` later."""
+        await self.stopping.wait()
+        await trio.sleep(grace_s)
+        scope.cancel()
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = trio.Event()
 
     async def _take_leases(self, engine: EnginePort, nursery: trio.Nursery) -> None:
         while not self.stopping.is_set():
             room = self._config.groups_in_flight_max - len(self._held)
             if room <= 0 or self.outbox.full():
-                await self._wait_room()
+                await self._unless_stopping(self._moved.wait)
+                continue
+            pause_s = self._pause_until_s - trio.current_time()
+            if pause_s > 0:
+                await self._pause(pause_s)
                 continue
             grant = await self._ask_leases(engine, room)
+            self.learner_away = grant is None and not self.stopping.is_set()
             if grant is None:
-                with trio.move_on_after(LEARNER_AWAY_RETRY_S):
-                    await self.stopping.wait()
-                continue
-            for lease in grant.leases:
-                self._held[lease.lease_id] = lease
-                nursery.start_soon(self._work, engine, lease, grant.run_seed)
-            if not grant.leases:
-                with trio.move_on_after(grant.retry_after_s):
-                    await self.stopping.wait()
+                await self._pause(LEARNER_AWAY_RETRY_S)
+            elif self.stopping.is_set():
+                await self._hand_back(grant.leases, "leaving")
+            elif not grant.leases:
+                await self._pause(grant.retry_after_s)
+            else:
+                for lease in grant.leases:
+                    self._held[lease.lease_id] = lease
+                    nursery.start_soon(self._work, engine, lease, grant.run_seed)
 
-    async def _wait_room(self) -> None:
+    async def _pause(self, seconds: float) -> None:
+        with trio.move_on_after(seconds):
+            await self.stopping.wait()
+
+    async def _unless_stopping(
+        self, wait: Callable[[], Awaitable[Result]], *, grace_s: float = 0.0
+    ) -> Result | None:
+        """What `wait` returns; None if this actor is to stop and `grace_s` did not suffice."""
+        result: Result | None = None
         async with trio.open_nursery() as nursery:
-
-            async def first(event: trio.Event) -> None:
-                await event.wait()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(first, self._freed)
-            nursery.start_soon(first, self.stopping)
+            nursery.start_soon(self.cancel_on_stop, nursery.cancel_scope, grace_s)
+            result = await wait()
+            nursery.cancel_scope.cancel()
+        return result
 
     async def _ask_leases(self, engine: EnginePort, room: int) -> LeaseGrant | None:
-        installed = await self._weights.wait_installed()
+        """A grant; None without an answer, or when this actor is to stop."""
+        installed = await self._unless_stopping(self._weights.wait_installed)
+        if installed is None:
+            return None
         request = LeaseRequest(
             version=installed.version,
             groups_max=min(room, limits.LEASES_PER_GRANT_MAX),
@@ -158,15 +209,22 @@ class Rollouts:
             task_digest=installed.manifest.task.digest,
             admission=self._admission,
         )
-        try:
-            reply = await self._mesh.ask(self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S)
-        except PeerError as error:
-            self._judge_refusal(error)
-            return None
-        if not isinstance(reply, LeaseGrant):
+        reply = await self._unless_stopping(
+            functools.partial(self._ask_learner, request), grace_s=LAST_ASK_S
+        )
+        if reply is not None and not isinstance(reply, LeaseGrant):
             log.warning("odd reply", peer=self._mesh.learner, reason=type(reply).__name__)
             return None
         return reply
+
+    async def _ask_learner(self, request: LeaseRequest) -> Message | None:
+        try:
+            return await self._mesh.ask(
+                self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S
+            )
+        except PeerError as error:
+            self._judge_refusal(error)
+            return None
 
     def _judge_refusal(self, error: PeerError) -> None:
         """A refusal that no waiting will change ends the actor; anything else is tried again."""
@@ -178,8 +236,12 @@ class Rollouts:
         log.debug("no leases", reason=str(error))
 
     async def _work(self, engine: EnginePort, lease: Lease, run_seed: int) -> None:
-        """One lease, from prompt to outbox. A prompt the engine cannot take is handed back."""
-        taken_s = trio.current_time()
+        """One lease, from prompt to outbox. A prompt the engine cannot take is handed back.
+
+        Cancelled or with a dead engine it leaves the lease held, to be handed back with the rest.
+        """
+        expires_s = trio.current_time() + lease.ttl_s + KEEP_AFTER_LEASE_S
+        generations: tuple[Generation, ...] = ()
         try:
             with trio.move_on_after(lease.ttl_s) as deadline:
                 generations = await engine.generate(
@@ -190,21 +252,28 @@ class Rollouts:
                         sampling=lease.sampling,
                     )
                 )
-            if deadline.cancelled_caught:
-                engine.cancel_nowait(lease.lease_id)
-                log.info("lease ran out", claim=lease.lease_id[:8], seconds=lease.ttl_s)
-                return
-            expires_s = taken_s + lease.ttl_s + KEEP_AFTER_LEASE_S
-            for generation in generations:
-                header = await self._finish(engine, lease, generation, run_seed)
-                self.outbox.add(header, trio.current_time(), expires_s=expires_s)
-            self._stirred.set()
         except UsageError as error:
+            log.warning("prompt refused", claim=lease.lease_id[:8], reason=str(error))
             await self._hand_back((lease,), str(error)[:200])
-        finally:
-            self._held.pop(lease.lease_id, None)
-            self._freed.set()
-            self._freed = trio.Event()
+            return
+        if deadline.cancelled_caught:
+            engine.cancel_nowait(lease.lease_id)
+            log.info("lease ran out", claim=lease.lease_id[:8], seconds=lease.ttl_s)
+        try:
+            headers = [await self._finish(engine, lease, one, run_seed) for one in generations]
+        except LocalError as error:  # the store's: a full disk
+            self.last_error = error.what
+            self._pause_until_s = trio.current_time() + STORE_RETRY_S
+            log.warning("trajectory not stored", reason=str(error))
+            await self._hand_back((lease,), error.what[:200])
+            return
+        for header in headers:
+            self.outbox.add(header, trio.current_time(), expires_s=expires_s)
+        if headers:
+            self.last_error = ""
+        self._stirred.set()
+        self._held.pop(lease.lease_id, None)
+        self._move()
 
     async def _finish(
         self, engine: EnginePort, lease: Lease, generation: Generation, run_seed: int
@@ -273,8 +342,7 @@ class Rollouts:
         self.tally.count(
             tuple(note for note in verdicts.notes if (note.lease_id, note.index) in done)
         )
-        self._acknowledged.set()
-        self._acknowledged = trio.Event()
+        self._move()
 
     def _release(self, verdicts: Verdicts) -> tuple[TrajectoryHeader, ...]:
         headers = self.outbox.acknowledge(verdicts.notes)
@@ -287,10 +355,11 @@ class Rollouts:
     async def _hand_back(self, leases: tuple[Lease, ...], why: str) -> None:
         for lease in leases:
             self._held.pop(lease.lease_id, None)
-        if not leases:
+        self._move()
+        if not leases or self.run_ended:
             return
         message = LeaseReturn(lease_ids=tuple(lease.lease_id for lease in leases), why=why)
         try:
-            await self._mesh.ask(self._mesh.learner, message, timeout_s=2.0)
+            await self._mesh.ask(self._mesh.learner, message, timeout_s=HAND_BACK_TIMEOUT_S)
         except (PeerError, LocalError) as error:
             log.debug("leases not handed back", reason=str(error))

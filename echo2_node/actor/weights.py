@@ -2,12 +2,13 @@
 
 The mesh says when a version is complete on this host; this room writes the files that travel
 with the model, has the engine install the weights between two tokens, and compares the engine's
-log-probs of the manifest's probe with the learner's. Only a proved version may take leases. It
-fetches nothing and generates nothing; `actor.daemon` runs it.
+log-probs of the manifest's probe with the learner's. Only a proved version may take leases. Where
+a disk lost or damaged a blob since, it is fetched again. `actor.daemon` runs it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import structlog
 import trio
 
 from echo2_mesh.chunks import ChunkStore
-from echo2_mesh.errors import Echo2Error, LocalError, UsageError
+from echo2_mesh.errors import Echo2Error, LocalError, PeerError, UsageError
 from echo2_mesh.mesh import Mesh, ReadyVersion
-from echo2_mesh.wire.messages import Manifest
+from echo2_mesh.wire.messages import ChunkRef, Manifest
+from echo2_mesh.wire.types import Digest, NodeId
 from echo2_node.engines.fingerprint import compare
 from echo2_node.engines.port import EnginePort
 from echo2_node.telemetry import MetricsFile
@@ -74,12 +76,22 @@ class Weights:
         self.newest: ReadyVersion | None = None
         self.installed: ReadyVersion | None = None
         self.last_error = ""
+        self._doubtful = False
+        """An install went wrong: perhaps the blobs on this disk are not what they were."""
 
     async def wait_first(self) -> ReadyVersion:
         """The first complete version; waits as long as the mesh needs."""
         if self.newest is None:
             self.newest = await self._versions.receive()
         return self.newest
+
+    async def wait_whole(self, target: ReadyVersion) -> None:
+        """Return when every blob of `target` on this disk hashes to its name.
+
+        The mesh takes a blob that lies here from an earlier life by its name; this reads it.
+        """
+        while not await self._mend(target):
+            await trio.sleep(INSTALL_RETRY_S)
 
     async def wait_installed(self) -> ReadyVersion:
         """The proved version; waits until there is one."""
@@ -98,22 +110,27 @@ class Weights:
             LocalError: the engine process died.
         """
         self.installed = None
-        target = await self.wait_first()
+        await self.wait_first()
+        with contextlib.suppress(trio.WouldBlock):
+            self.newest = self._versions.receive_nowait()
         while True:
-            proved = await self._install(engine, target)
-            if not proved:
+            assert self.newest is not None
+            if await self._install(engine, self.newest):
+                self.newest = await self._versions.receive()
+            else:
                 with trio.move_on_after(INSTALL_RETRY_S):
                     self.newest = await self._versions.receive()
-            else:
-                self.newest = await self._versions.receive()
-            assert self.newest is not None
-            target = self.newest
 
     async def _install(self, engine: EnginePort, target: ReadyVersion) -> bool:
+        if self._doubtful and not await self._mend(target):
+            return False
         try:
             report = await engine.install(target.manifest_ref.digest)
         except UsageError as error:
             return self._failed(target, error)
+        except LocalError:
+            self._doubtful = True
+            raise
         proof = compare(
             target.manifest.probe.logprobs,
             report.probe_logprobs,
@@ -145,6 +162,46 @@ class Weights:
 
     def _failed(self, target: ReadyVersion, error: Echo2Error) -> bool:
         self.installed = None
+        self._doubtful = True
         self.last_error = error.what
         log.warning("version refused", version=target.version, reason=str(error))
         return False
+
+    async def _mend(self, target: ReadyVersion) -> bool:
+        """Read all of a version and fetch again what is damaged or gone; False: try again later."""
+        holders = self._holders(target)
+        for ref in blobs_of(target.manifest, target.manifest_ref):
+            if await trio.to_thread.run_sync(_is_whole, self._mesh.store, ref.digest):
+                continue
+            log.warning("blob damaged or gone", version=target.version, chunk=ref.digest.hex()[:8])
+            try:
+                await self._mesh.fetch_blob(ref, holders)
+            except (PeerError, LocalError) as error:
+                self.last_error = error.what
+                log.warning("blob not fetched", version=target.version, reason=str(error))
+                return False
+        self._doubtful = False
+        return True
+
+    def _holders(self, target: ReadyVersion) -> tuple[NodeId, ...]:
+        """The learner, then everybody who runs this version."""
+        others = (
+            member.node
+            for member in self._mesh.members()
+            if member.heartbeat.version == target.version and member.node != self._mesh.learner
+        )
+        return (self._mesh.learner, *others)
+
+
+def blobs_of(manifest: Manifest, manifest_ref: ChunkRef) -> tuple[ChunkRef, ...]:
+    """Every blob of a version, the manifest's own included, each once."""
+    files = (chunk for file in manifest.files for chunk in file.chunks)
+    refs = {ref.digest: ref for ref in (manifest_ref, *files, *manifest.chunks)}
+    return tuple(refs.values())
+
+
+def _is_whole(store: ChunkStore, digest: Digest) -> bool:
+    """True if the blob is here and hashes to its name; a damaged one is dropped by the store."""
+    with contextlib.suppress(KeyError), store.view(digest):
+        return True
+    return False

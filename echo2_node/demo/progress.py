@@ -54,7 +54,8 @@ class Progress:
     def tell(self, words: str) -> None:
         """One line that stays."""
         seconds = time.monotonic() - self._began_s
-        self._console.print(f"[{seconds:5.1f} s] {words}", markup=False, highlight=False)
+        line = f"[{seconds:5.1f} s] {words}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
         """The bar, or every few seconds a line."""

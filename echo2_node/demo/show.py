@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 
 from echo2_mesh.errors import LocalError, UsageError
+from echo2_mesh.identity import Identity
 from echo2_node.config import RunConfig, dump, load_run
 from echo2_node.demo.fleet import Fleet, Process, ending_like_ctrl_c, open_fleet
 from echo2_node.demo.progress import Progress
@@ -28,7 +29,7 @@ from echo2_node.status import STATUS_FILE, Snapshot, read_snapshot
 from echo2_node.telemetry import read_metrics
 
 ACTORS_MAX = 64
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 120.0
 """Without a training step for this long the demo gives up."""
 POLL_INTERVAL_S = 0.2
@@ -208,7 +209,8 @@ class Play:
                 self._progress.show(snapshot)
             if self._wishes.chaos:
                 self._harm(step, steps, ticket)
-            if all(actor.poll() is not None for actor in self.actors) and step < steps:
+            ended = [actor.poll() is not None for actor in self.actors]
+            if all(ended) and step < steps:
                 self._give_up("Every actor has ended before the run did", self.actors[0])
             if time.monotonic() - moved_s > STEP_TIMEOUT_S:
                 self._give_up(f"No training step for {STEP_TIMEOUT_S:.0f} s", self.learner)
@@ -277,8 +279,7 @@ class Play:
         )
 
     def _part(self, actor: Process, by_actor: dict[str, tuple[int, int]]) -> Part:
-        snapshot = read_snapshot(actor.state_dir / STATUS_FILE)
-        node = snapshot.node if snapshot is not None else ""
+        node = _node_of(actor)
         accepted, refused = by_actor.get(node, (0, 0))
         ended_s = actor.ended_s or self._ended_s
         crashed = not actor.killed and ended_s < self._ended_s and actor.poll() != 0
@@ -294,6 +295,14 @@ class Play:
             accepted=accepted,
             refused=refused,
         )
+
+
+def _node_of(process: Process) -> str:
+    """The id of a node that may have died before it said anything; empty if it made no key."""
+    try:
+        return Identity.load(process.state_dir / "key").node
+    except (UsageError, LocalError):
+        return ""
 
 
 def _run_id(learner: Process) -> str:

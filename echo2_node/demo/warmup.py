@@ -59,8 +59,9 @@ def starting_model(
             assert process.stdout is not None
             for line in process.stdout:
                 printed.append(line.rstrip())
-                last = _object(line) or last
-                _pass_on(last, tell)
+                if values := _object(line):
+                    last = values
+                    _pass_on(values, tell)
         except BaseException:
             process.kill()
             raise

@@ -179,11 +179,13 @@ class FakeEngine(_Fake):
 
     def step(self) -> list[Generation]:
         """See `Engine.step`."""
+        version = self._version
+        if version is None:
+            return []
         if self._settings.step_s:
             time.sleep(self._settings.step_s)
-        assert self._version is not None or not self._running
         active = self._running[: self.info.sequences_max]
-        drawn = [(member, member.advance(self._version)) for member in active]  # type: ignore[arg-type]
+        drawn = [(member, member.advance(version)) for member in active]
         ended = {id(member) for member, generation in drawn if generation is not None}
         self._running = [member for member in self._running if id(member) not in ended]
         return [generation for _, generation in drawn if generation is not None]

@@ -46,6 +46,23 @@ def match(module: torch.nn.Module, staged: Staged) -> list[tuple[torch.Tensor, t
     return pairs
 
 
+def probe_ids(staged: Staged, vocabulary: int) -> list[int]:
+    """The probe's token ids.
+
+    Raises:
+        UsageError: an id is outside the engine's vocabulary.
+    """
+    raw = staged.manifest.probe.token_ids
+    ids: list[int] = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<i4").tolist()
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise UsageError(
+            f"The probe of version {staged.manifest.version} holds a token outside the "
+            f"vocabulary of {vocabulary}.",
+            "The model folder and the weights must come from the same run.",
+        )
+    return ids
+
+
 def as_tensor(span: TensorSpan, data: np.ndarray) -> torch.Tensor:
     """Published bytes as a tensor on the CPU, not copied."""
     return torch.from_numpy(data).view(_TORCH_DTYPES[span.dtype]).reshape(span.shape)

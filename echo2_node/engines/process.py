@@ -107,7 +107,7 @@ class EngineProcess:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated per second, over the last `RATE_WINDOW_S`."""
+        """Tokens of ended sequences per second, over the last `RATE_WINDOW_S`."""
         if len(self._counts) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self._counts[0], self._counts[-1]
@@ -268,7 +268,7 @@ async def open_engine(
         store_dir=str(store_dir),
         device=config.device,
         dtype=config.dtype,
-        threads=config.threads or default_threads(os.cpu_count() or 1),
+        threads=config.threads or default_threads(_cores()),
         sequences_max=config.sequences_max,
     )
     environment = {**_thread_environment(settings.threads), **(extra_env or {})}
@@ -296,6 +296,12 @@ def default_threads(cores: int) -> int:
     threads each are three times slower than with one, because their barriers spin.
     """
     return 1 if cores <= _SMALL_HOST_CORES else cores // 2
+
+
+def _cores() -> int:
+    """Cores this process may use, which a container makes fewer than the host has."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _thread_environment(threads: int) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from echo2_mesh.errors import UsageError
 from echo2_mesh.wire.messages import Sampling, VersionSpan
 from echo2_mesh.wire.types import Digest, PolicyVersion, StopReason
+from echo2_node.engines.matching import probe_ids
 from echo2_node.engines.protocol import EngineInfo, Generation, GenerationRequest, InstallReport
 from echo2_node.engines.registry import EngineSettings
 from echo2_node.engines.sampling import Filters, Uniforms, draw
@@ -163,6 +164,7 @@ class TorchEngine:
         if staged is None or staged.digest != manifest:
             staged = stage(self._store_dir, manifest)
         copies = self._model.plan(staged)
+        probe = probe_ids(staged, self.info.vocabulary)
         paused_s = perf_counter()
         self._model.copy(copies)
         version = self._version = staged.manifest.version
@@ -173,12 +175,11 @@ class TorchEngine:
                 self._cache, 0, [s.tokens[:-1] for s in self._running], logits=False
             )
         pause_s = perf_counter() - paused_s
-        probe_ids = np.frombuffer(staged.manifest.probe.token_ids, dtype="<i4").tolist()
         return InstallReport(
             version=version,
             pause_s=pause_s,
             total_s=perf_counter() - started_s,
-            probe_logprobs=self._model.probe(probe_ids),
+            probe_logprobs=self._model.probe(probe),
         )
 
     def close(self) -> None:
@@ -188,23 +189,19 @@ class TorchEngine:
 
     def _admit(self) -> list[Generation]:
         """Start waiting members in free slots; their first token comes from the prefill."""
+        version = self._version
         free = self.info.sequences_max - len(self._running)
         prompts: list[list[int]] = []
         groups: list[list[Sequence]] = []
-        assert self._version is not None or not self._waiting
-        while free and self._waiting:
+        while version is not None and free and self._waiting:
             waiting = self._waiting[0]
             taken = [waiting.indices.popleft() for _ in range(min(free, len(waiting.indices)))]
             free -= len(taken)
             if not waiting.indices:
                 self._waiting.popleft()
             prompts.append(waiting.prompt)
-            groups.append(
-                [
-                    Sequence(waiting.request, waiting.prompt, index, self._version)  # type: ignore[arg-type]
-                    for index in taken
-                ]
-            )
+            request, prompt = waiting.request, waiting.prompt
+            groups.append([Sequence(request, prompt, index, version) for index in taken])
         if not groups:
             return []
         first_row = len(self._running)

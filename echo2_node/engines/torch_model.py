@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.messages import Cohort
-from echo2_node.engines.attention import use_row_attention
 from echo2_node.engines.matching import match
 from echo2_node.engines.registry import EngineSettings
 from echo2_node.engines.slots import SlotCache
@@ -98,8 +97,6 @@ class TorchModel:
                 "It must be a causal language model that this version of transformers knows.",
             ) from error
         module.eval().requires_grad_(False)
-        if device.type == "cpu":
-            use_row_attention(module)
         return cls(module, eos_ids=TokenCodec.load(folder).eos_ids, device=device)
 
     def make_cache(self, slots: int) -> SlotCache:

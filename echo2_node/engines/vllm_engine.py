@@ -20,7 +20,7 @@ import torch
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.messages import Cohort, VersionSpan
 from echo2_mesh.wire.types import Digest, PolicyVersion, StopReason
-from echo2_node.engines.matching import match
+from echo2_node.engines.matching import match, probe_ids
 from echo2_node.engines.protocol import EngineInfo, Generation, GenerationRequest, InstallReport
 from echo2_node.engines.registry import EngineSettings
 from echo2_node.engines.vllm_plugin import HANDED_OVER
@@ -130,6 +130,7 @@ class VllmEngine:
         if staged is None or staged.digest != manifest:
             staged = stage(self._store_dir, manifest)
         match(self._shape, staged)
+        probe = probe_ids(staged, self.info.vocabulary)
         HANDED_OVER[manifest] = staged
         paused_s = perf_counter()
         try:
@@ -141,12 +142,11 @@ class VllmEngine:
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(self._version))
         pause_s = perf_counter() - paused_s
-        probe_ids = np.frombuffer(staged.manifest.probe.token_ids, dtype="<i4").tolist()
         return InstallReport(
             version=self._version,
             pause_s=pause_s,
             total_s=perf_counter() - started_s,
-            probe_logprobs=self._probe(probe_ids),
+            probe_logprobs=self._probe(probe),
         )
 
     def close(self) -> None:

@@ -50,4 +50,5 @@ def _repack_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if "cpu_linear" in module.__dict__ and weight is not None and weight.numel():
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)

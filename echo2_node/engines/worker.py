@@ -73,7 +73,7 @@ class Worker:
                     self._say(Finished(generations=tuple(ended)))
 
     def _read(self) -> None:
-        """Move frames from the pipe into the queue; hanging up is None, and ends a stuck step."""
+        """Move frames from the pipe into the queue; None when the parent has hung up."""
         while True:
             frame = self._pipe.read()
             self._queue.put(None if frame is None else decode_command(frame))

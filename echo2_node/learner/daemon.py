@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import structlog
@@ -33,7 +34,7 @@ from echo2_node.learner.place import Place
 from echo2_node.learner.port import StepReport, Trainer
 from echo2_node.learner.publisher import Publisher
 from echo2_node.learner.trainer_process import open_trainer
-from echo2_node.status import Reporter
+from echo2_node.status import Reporter, tally_of
 from echo2_node.tasks.registry import make_task
 from echo2_node.telemetry import MetricsFile
 from echo2_node.tokens import TokenCodec
@@ -58,6 +59,7 @@ async def run_learner(
     carrier: Carrier | None = None,
     make_trainer: MakeTrainer = open_trainer,
     stop: trio.Event | None = None,
+    rng: Random | None = None,
 ) -> str:
     """Run, or resume, a training run to its end.
 
@@ -67,6 +69,7 @@ async def run_learner(
         carrier: a network other than libp2p, for simulations.
         make_trainer: opens the trainer, for simulations.
         stop: set to stop as on SIGTERM, for simulations (no signal handlers are installed).
+        rng: lease ids, sampling seeds and the mesh's choices, for simulations.
 
     Returns:
         Why it ended: "all steps done", "nothing left to learn" or "stopped".
@@ -109,12 +112,9 @@ async def run_learner(
         )
         with as_one_error():
             async with (
-                open_mesh(settings, identity, store, carrier=carrier) as mesh,
+                open_mesh(settings, identity, store, carrier=carrier, rng=rng) as mesh,
                 opening as trainer,
             ):
-                publisher = Publisher(
-                    mesh, trainer, place=place, task=task, config=config, secret=secret
-                )
                 desk = RolloutDesk(
                     config,
                     mesh,
@@ -123,6 +123,16 @@ async def run_learner(
                     codec=codec,
                     model_folder=Path(config.model.path),
                     admission_secret=secret,
+                    rng=rng,
+                )
+                publisher = Publisher(
+                    mesh,
+                    trainer,
+                    place=place,
+                    task=task,
+                    config=config,
+                    secret=secret,
+                    record=desk.published,
                 )
                 learner = Learner(
                     mesh,
@@ -269,8 +279,7 @@ class Learner:
         """Publish the current version; how long the trainer was busy with it, in seconds."""
         self._state = "publishing"
         started_s = trio.current_time()
-        ref = await self._publisher.publish(self._version)
-        await self._desk.published(self._version, ref.digest)
+        await self._publisher.publish(self._version)
         self._report()
         return trio.current_time() - started_s
 
@@ -350,12 +359,14 @@ class Learner:
             await trio.sleep(REPORT_INTERVAL_S)
 
     def _report(self) -> None:
+        verdicts = self._desk.verdicts_by_actor
         self._mesh.set_state(
             state=self._state,
             version=self._version,
             accepted=self._desk.accepted,
             refused=self._desk.refused,
             commonest_refusal=self._desk.commonest_refusal,
+            last_error=self._desk.last_error[:512],
         )
         self._reporter.write(
             self._mesh,
@@ -363,6 +374,8 @@ class Learner:
             step=self._step,
             version=self._version,
             reward_last=self._reward,
+            tallies={node: tally_of(counts) for node, counts in verdicts.items()},
+            last_error=self._desk.last_error,
             refusals=self._desk.refusals,
             staleness_histogram=self._desk.staleness_histogram,
             groups_alive=self._desk.groups_alive,

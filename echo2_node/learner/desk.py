@@ -17,7 +17,7 @@ import trio
 
 from echo2_mesh import limits
 from echo2_mesh.chunks import ChunkStore
-from echo2_mesh.errors import LocalError, UsageError
+from echo2_mesh.errors import LocalError, PeerError, UsageError
 from echo2_mesh.wire.messages import (
     ChunkRef,
     Done,
@@ -110,6 +110,7 @@ class RolloutDesk:
         model_folder: names tokenizer and template, whose digests actors must share.
         admission_secret: None where the run is open.
         rng: lease ids and sampling seeds; the default is seeded by the system.
+        inline_work: verify, score and record on the event loop: for virtual clocks.
 
     Errors:
         UsageError: the ledger belongs to another run, or the settings exclude fresh rollouts.
@@ -127,6 +128,7 @@ class RolloutDesk:
         model_folder: Path,
         admission_secret: bytes | None = None,
         rng: random.Random | None = None,
+        inline_work: bool = False,
     ) -> None:
         self._mesh = mesh
         self._ledger = ledger
@@ -152,6 +154,7 @@ class RolloutDesk:
             run_id=mesh.run_id,
             rng=rng or random.Random(),
             granted=lambda granted: self._offers.deliver(granted),
+            inline_work=inline_work,
         )
         self._journal, self._clerk = self._keeper.journal, self._keeper.clerk
         prompts = Prompts(
@@ -169,11 +172,14 @@ class RolloutDesk:
             mesh,
             vocabulary=codec.vocabulary,
             eos_ids=codec.eos_ids,
+            inline_work=inline_work,
         )
         self._acks = Acknowledger(
             lambda node, verdicts, timeout_s: mesh.ask(node, verdicts, timeout_s=timeout_s)
         )
         self._announced: trio.MemorySendChannel[tuple[NodeId, RolloutBatch]] | None = None
+        self._incarnations: dict[NodeId, int] = {}
+        """Of actors with leases: the life in which they last asked for some."""
 
     # --- for the learner's loop -----------------------------------------------------------------
 
@@ -288,6 +294,11 @@ class RolloutDesk:
         return self._keeper.tallies.commonest_refusal
 
     @property
+    def verdicts_by_actor(self) -> dict[str, dict[str, int]]:
+        """Verdicts given to each actor, by reason; `admitted` is one of them."""
+        return self._keeper.tallies.by_actor
+
+    @property
     def staleness_histogram(self) -> dict[str, int]:
         """Consumed trajectories by age in steps."""
         return {str(age): count for age, count in sorted(self._keeper.tallies.ages.items())}
@@ -303,6 +314,7 @@ class RolloutDesk:
         if self._clerk.ended:
             return Refusal(code="run-ended", text="The run is over. Thank you for your work.")
         self._check_open()
+        self._end_leases_of_the_dead()
         return await self._offers.answer(actor, request)
 
     def _check_open(self) -> None:
@@ -341,8 +353,20 @@ class RolloutDesk:
         """Leases of actors that are gone for good need not run to their end."""
         while True:
             await trio.sleep(GONE_CHECK_INTERVAL_S)
-            holders = {held.actor for held in self._clerk.book.live.values()}
-            for member in self._mesh.members():
-                if member.node in holders and member.standing.value == "gone":
-                    log.info("actor gone, its leases end", peer=member.node)
-                    self._keeper.feed(events.Departed(actor=member.node))
+            self._end_leases_of_the_dead()
+
+    def _end_leases_of_the_dead(self) -> None:
+        """An actor that is gone, or lives anew since, knows nothing of the leases it had."""
+        holders = {held.actor for held in self._clerk.book.live.values()}
+        known = self._incarnations
+        self._incarnations = {}
+        for member in self._mesh.members():
+            node, incarnation = member.node, member.heartbeat.incarnation_unix_ms
+            if node not in holders:
+                continue
+            gone = member.standing.value == "gone"
+            if gone or incarnation > known.get(node, incarnation):
+                log.info("actor gone or restarted, its leases end", peer=node)
+                self._keeper.feed(events.Departed(actor=node))
+            else:
+                self._incarnations[node] = incarnation

@@ -65,14 +65,15 @@ def write_chunks(entries: Iterable[Entry], store: ChunkStore, chunk_size_bytes: 
             )
         )
         offset_bytes += entry.size_bytes
-        whole.update(entry.data)
+        data = entry.read()
+        whole.update(data)
         if len(open_chunk) + entry.size_bytes > chunk_size_bytes:
             close()
         if entry.size_bytes <= chunk_size_bytes:
-            open_chunk += entry.data
+            open_chunk += data
             continue
         for start in range(0, entry.size_bytes, chunk_size_bytes):
-            chunks.append(store.add(ChunkKind.FULL, entry.data[start : start + chunk_size_bytes]))
+            chunks.append(store.add(ChunkKind.FULL, data[start : start + chunk_size_bytes]))
     close()
     return DataSection(
         chunks=tuple(chunks), tensors=tuple(spans), state_digest=Digest(whole.digest())

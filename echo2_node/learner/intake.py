@@ -25,6 +25,7 @@ from echo2_mesh.wire.types import Digest, NodeId, PolicyVersion, Reason
 from echo2_node.learner.keeper import Keeper
 from echo2_node.learner.offers import Terms
 from echo2_node.learner.prompts import Prompt, Prompts
+from echo2_node.learner.threads import Threads
 from echo2_node.scheduler import events
 from echo2_node.scheduler.examination import Expected, examine
 from echo2_node.scheduler.leases import HeldLease
@@ -36,6 +37,8 @@ REWARD_TOLERANCE = 1e-6
 PULLS_MAX = 8
 """Payloads fetched at once."""
 PULL_TIMEOUT_S = 10.0
+THREADS = 2
+"""Examinations at once."""
 BUSY_MAX = 8192
 """Trajectories in examination at once; more are left unanswered and come again."""
 PAYLOAD_OVERHEAD_BYTES = 64 * limits.KIB
@@ -78,6 +81,7 @@ class Intake:
         *,
         vocabulary: int,
         eos_ids: frozenset[int],
+        inline_work: bool = False,
     ) -> None:
         self._terms = terms
         self._prompts = prompts
@@ -87,6 +91,7 @@ class Intake:
         self._mesh = mesh
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
+        self._threads = Threads(THREADS, inline=inline_work)
         self._pulls = trio.CapacityLimiter(PULLS_MAX)
         self._busy: set[tuple[str, int]] = set()
 
@@ -136,7 +141,7 @@ class Intake:
                 for header, raw, expected, prompt in open_
             ]
 
-        findings = await trio.to_thread.run_sync(work)
+        findings = await self._threads.run(work)
         for (header, raw, _, _), finding in zip(open_, findings, strict=True):
             notes.append(self._hand_in(sender, header, finding, raw))
 
@@ -156,15 +161,13 @@ class Intake:
         try:
             async with self._pulls:
                 await self._mesh.fetch_blob(header.payload, (sender,), timeout_s=PULL_TIMEOUT_S)
-                raw = await trio.to_thread.run_sync(self._take_blob, header.payload.digest)
+                raw = await self._threads.run(self._take_blob, header.payload.digest)
         except (PeerError, LocalError, KeyError) as error:
             # No verdict: the actor announces again, until its lease ends.
             log.info("payload unavailable", peer=sender, reason=str(error))
             return
 
-        finding = await trio.to_thread.run_sync(
-            self._examine, sender, header, raw, expected, prompt
-        )
+        finding = await self._threads.run(self._examine, sender, header, raw, expected, prompt)
         notes.append(self._hand_in(sender, header, finding, raw))
 
     async def _expected(

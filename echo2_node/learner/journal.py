@@ -18,6 +18,7 @@ import trio
 from echo2_mesh.errors import LocalError
 from echo2_mesh.wire.types import Reason
 from echo2_node.learner.ledger import Ledger
+from echo2_node.learner.threads import Threads
 from echo2_node.scheduler.records import OpenLease, Record, Submission
 
 log = structlog.get_logger()
@@ -34,9 +35,9 @@ RETRY_LONGEST_S = 10.0
 class Journal:
     """Appended facts, the oldest not yet written first."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, inline: bool = False) -> None:
         self._ledger = ledger
-        self._thread = trio.CapacityLimiter(1)
+        self._thread = Threads(1, inline=inline)
         self._entries: list[tuple[Record, bytes | None]] = []
         self._appended = 0
         self._written = 0
@@ -72,7 +73,7 @@ class Journal:
 
     async def read(self, question: Callable[[], Result]) -> Result:
         """Ask the ledger something, between two transactions."""
-        return await trio.to_thread.run_sync(question, limiter=self._thread)
+        return await self._thread.run(question)
 
     async def recall_lease(self, lease_id: str) -> OpenLease | None:
         """A lease that the clerk no longer remembers."""

@@ -65,9 +65,10 @@ class Keeper:
         run_id: str,
         rng: Random,
         granted: Callable[[events.Granted], None],
+        inline_work: bool = False,
     ) -> None:
         self.clerk = Clerk(rules, rng, cursor=ledger.item_cursor())
-        self.journal = Journal(ledger)
+        self.journal = Journal(ledger, inline=inline_work)
         self.tallies = Tallies(ledger.summary())
         self._ledger = ledger
         self._run_id = run_id

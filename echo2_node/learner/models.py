@@ -58,8 +58,8 @@ class Policy:
         self.chunk_tokens = chunk_tokens
         self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
         self.masters: list[Tensor] = []
-        self._stored, self.tied = _stored_tensors(self.model)
         self.model.to(self.device)
+        self._stored, self.tied = _stored_tensors(self.model)
         for _, parameter in self.model.named_parameters():
             self.masters.append(parameter.data.clone().requires_grad_())
             if self.device.type == "cuda":
@@ -121,7 +121,7 @@ class Policy:
         }
         for name in sorted(self._stored, key=lambda name: -widths[name]):
             tensor = self._stored[name]
-            yield entry_of(name, tensor.to(_PUBLISHED) if id(tensor) in shadow else tensor)
+            yield entry_of(name, tensor, _PUBLISHED if id(tensor) in shadow else None)
 
     def master_tensors(self) -> Iterator[Entry]:
         """The float32 masters by parameter name."""
@@ -200,16 +200,16 @@ class Policy:
         return bool(torch.allclose(wanted, logits, atol=_HEAD_TOLERANCE, rtol=_HEAD_TOLERANCE))
 
 
-def entry_of(name: str, tensor: Tensor) -> Entry:
-    """A tensor's bytes on the host, in safetensors' terms."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    bytes_of: Any = flat.view(torch.uint8).numpy()
-    return Entry(
-        name=name,
-        dtype=_DTYPE_NAMES[tensor.dtype],
-        shape=tuple(tensor.shape),
-        data=memoryview(bytes_of) if len(bytes_of) else memoryview(b""),
-    )
+def entry_of(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Entry:
+    """A tensor in safetensors' terms, converted to `dtype` and copied to the host when read."""
+    kind = dtype or tensor.dtype
+
+    def read() -> memoryview:
+        flat = tensor.detach().to(device="cpu", dtype=kind).contiguous().reshape(-1)
+        array: Any = flat.view(torch.uint8).numpy()
+        return memoryview(array) if len(array) else memoryview(b"")
+
+    return Entry(name=name, dtype=_DTYPE_NAMES[kind], shape=tuple(tensor.shape), read=read)
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:

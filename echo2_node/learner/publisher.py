@@ -1,13 +1,15 @@
 """From the trainer's weights to an announced version: export, manifest, signature, announcement.
 
 The trainer's process writes the chunks; this room, which has the key, signs the manifest that
-names them. Also prints the ticket, whose manifest digest is the run's first. Called by
-`learner.daemon`.
+names them and has the version recorded before anybody hears of it: a number that an actor may
+know is never given to other weights. Also prints the ticket, whose manifest digest is the run's
+first. Called by `learner.daemon`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 import structlog
 import trio
@@ -24,6 +26,9 @@ from echo2_node.tasks.registry import task_spec
 
 log = structlog.get_logger()
 
+Record = Callable[[PolicyVersion, Digest], Awaitable[None]]
+"""Returns when the ledger knows that actors may have this version, named by its manifest."""
+
 
 class Publisher:
     """Publishes versions of one run."""
@@ -37,6 +42,7 @@ class Publisher:
         task: Task,
         config: RunConfig,
         secret: bytes | None,
+        record: Record,
     ) -> None:
         self._mesh = mesh
         self._trainer = trainer
@@ -44,9 +50,10 @@ class Publisher:
         self._task = task_spec(task)
         self._config = config
         self._secret = secret
+        self._record = record
 
     async def publish(self, version: PolicyVersion) -> ChunkRef:
-        """Export, sign and announce `version`; the manifest's reference.
+        """Export, sign, record and announce `version`; the manifest's reference.
 
         Errors:
             LocalError: the trainer died or the disk is full.
@@ -69,8 +76,11 @@ class Publisher:
         sealed = self._mesh.seal(manifest)
         ref = await trio.to_thread.run_sync(self._mesh.store.add, ChunkKind.MANIFEST, sealed)
         size_bytes = sum(chunk.size_bytes for chunk in exported.chunks)
+        await self._record(version, ref.digest)
         await self._mesh.announce_version(ref, version, size_bytes)
         self._write_ticket(ref)
+        # The trainer writes the same store and never evicts: only this process knows the pins.
+        await trio.to_thread.run_sync(self._mesh.store.trim)
         log.debug("version published", version=version, bytes=size_bytes, seconds=exported.seconds)
         return ref
 

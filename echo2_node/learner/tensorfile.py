@@ -8,7 +8,7 @@ file) and by `checkpoints`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -29,16 +29,19 @@ _ALIGNMENT_BYTES = 8
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor with its bytes, little-endian and contiguous."""
+    """A tensor, and how to get its bytes (little-endian, contiguous) when their turn comes.
+
+    Reading late keeps one tensor in host memory at a time, however large the model is.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    read: Callable[[], memoryview]
 
     @property
     def size_bytes(self) -> int:
-        return self.data.nbytes
+        return prod(self.shape) * DTYPE_SIZES_BYTES[self.dtype]
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +83,7 @@ def write_tensors(file: BinaryIO, entries: Sequence[Entry]) -> None:
     """Write a whole file. `OSError` is the caller's."""
     file.write(header_bytes((e.name, e.dtype, e.shape, e.size_bytes) for e in entries))
     for entry in entries:
-        file.write(entry.data)
+        file.write(entry.read())
 
 
 def read_header(path: Path) -> Header:

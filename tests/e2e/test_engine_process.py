@@ -176,5 +176,16 @@ async def test_an_engine_that_cannot_load_says_why(world: tuple, tmp_path: Path)
             pass
 
 
+async def test_a_crash_in_a_step_is_told_with_its_last_words(world: tuple, tmp_path: Path) -> None:
+    model, store, versions = world
+    env = {FAKE_VARIABLE: '{"vocabulary": 1}'}
+    async with open_engine(
+        model, store.folder, config=FAKE, log_path=tmp_path / "log", extra_env=env
+    ) as engine:
+        await engine.install(versions[1])
+        with trio.fail_after(10), pytest.raises(LocalError, match=r"code 1\.[^!]*ZeroDivision"):
+            await engine.generate(request([0]))
+
+
 def test_small_hosts_get_one_thread() -> None:
     assert [default_threads(cores) for cores in (1, 2, 4, 8, 64)] == [1, 1, 1, 4, 32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -51,7 +51,7 @@ class History(RuleBasedStateMachine):
         self.trained: list[str] = []
         self.training: events.BatchReady | None = None
         self.wanting = False
-        self.installed = {actor: 0 for actor in ACTORS}
+        self.installed = dict.fromkeys(ACTORS, 0)
         self.feed(events.Published(version=PolicyVersion(0), manifest=MANIFEST))
 
     def feed(self, event):
@@ -144,12 +144,27 @@ class History(RuleBasedStateMachine):
         self.before = self.alive()
         lease = data.draw(st.sampled_from(list(self.leases.values())[-8:]))
         index = data.draw(st.sampled_from(lease.indices))
+        key, over = (lease.lease_id, index), lease.lease_id in self.ends
+        known = self.first.get(key)
         effects = self.hand_in(thief or lease.actor, lease, index, verdict, reward)
         (answer,) = [effect for effect in effects if isinstance(effect, events.Answered)]
         if thief not in (None, lease.actor):
             assert answer.verdict is Reason.WRONG_ACTOR
         else:
-            assert answer.verdict is self.first[(lease.lease_id, index)]
+            assert answer.verdict is self.first[key]
+            assert answer.first is (known is None)
+            if known is not None:
+                assert answer.verdict is known
+            elif over:
+                assert answer.verdict is Reason.LATE
+
+    @rule()
+    def finish_everything(self):
+        """All leases end well: most of a real run, and what makes histories long."""
+        self.before = self.alive()
+        for held in list(self.clerk.book.live.values()):
+            for index in sorted(held.pending):
+                self.hand_in(held.actor, self.leases[held.lease_id], index)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), actor=st.sampled_from(ACTORS))
@@ -246,5 +261,6 @@ TestHistory.settings = settings(
     max_examples=60,
     stateful_step_count=60,
     deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -13,7 +13,6 @@ from echo2_mesh.wire.messages import (
     Announce,
     CatchUp,
     CaughtUp,
-    Done,
     Goodbye,
     LeaseRequest,
     RolloutBatch,
@@ -59,17 +58,17 @@ def assert_stores_are_sound(fleet):
 async def test_eight_nodes_get_a_version_and_share_the_work(autojump_clock, tmp_path, seed):
     async with open_fleet(tmp_path, seed=seed, bandwidth_bytes_per_s=100 * KIB) as fleet:
         actors = await started(fleet, 7)
-        await fleet.publish(0, chunks=64, chunk_bytes=16 * KIB)
         begin_s = trio.current_time()
+        await fleet.publish(0, chunks=64, chunk_bytes=16 * KIB)
         for actor in actors:
             await wait_version(actor, 0, within_s=120)
         assert_stores_are_sound(fleet)
         size = 64 * 16 * KIB
         egress = fleet.learner.mesh.counters["bytes_out_blobs"] / size
         received = sum(actor.mesh.counters["bytes_in_blobs"] for actor in actors) / (7 * size)
-        # A star would take 7 * size / uplink = 72 s and 7 copies of the learner's uplink.
-        assert trio.current_time() - begin_s < 40.0
-        assert egress < 4.0
+        # The floor is 10 s and one copy; a star would take 72 s and seven.
+        assert trio.current_time() - begin_s < 20.0
+        assert egress < 2.0
         assert received < 1.05, "nobody fetches a chunk twice"
 
 
@@ -572,5 +571,4 @@ async def test_the_same_seed_gives_the_same_story(autojump_clock, tmp_path):
                 await wait_version(actor, 0)
             return trio.current_time() - begin_s, fleet.learner.mesh.counters["bytes_out_blobs"]
 
-    assert isinstance(Done(), Done)
     assert await story(tmp_path / "one") == pytest.approx(await story(tmp_path / "two"))

@@ -8,6 +8,8 @@ import base64
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import base58
@@ -244,3 +246,9 @@ def test_every_kind_has_vectors_and_at_least_three_that_must_be_rejected():
     for file in FILES.values():
         assert file["golden"]
         assert len(file["must_reject"]) >= 3
+
+
+def test_schema_and_vectors_are_what_the_code_says():
+    script = PROTO.parent / "scripts" / "schema"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

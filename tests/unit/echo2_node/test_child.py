@@ -111,7 +111,7 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
     async def gone() -> None:
         with trio.fail_after(10):
-            while _alive(pid):  # noqa: ASYNC110
+            while _alive(pid):
                 await trio.sleep(0.02)
 
     trio.run(gone)

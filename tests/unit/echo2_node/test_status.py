@@ -156,7 +156,10 @@ def test_a_member_joined_when_it_was_first_seen_here(tmp_path):
 def test_keys_of_counters_are_plain_words_whatever_the_daemon_counts_by(tmp_path):
     reporter = Reporter(tmp_path, role="learner")
     snapshot = reporter.write(
-        make_mesh(), state="training", refusals={Reason.STALE: 1}, staleness_histogram={0: 4, 2: 1}
+        make_mesh(),
+        state="training",
+        refusals={Reason.STALE: 1, Reason.ADMITTED: 9},
+        staleness_histogram={0: 4, 2: 1},
     )
     assert snapshot.refusals == {"stale": 1}
     assert snapshot.staleness_histogram == {"0": 4, "2": 1}

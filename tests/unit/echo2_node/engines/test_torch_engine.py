@@ -174,6 +174,17 @@ def test_a_tensor_of_another_shape_is_refused_by_name(world: World) -> None:
         engine.install(publish(world.module, world.store, 1, reshape=name))
 
 
+def test_a_probe_outside_the_vocabulary_is_refused(world: World) -> None:
+    wide = make_module(write_model_folder(world.folder.parent / "wide", vocab_size=80), seed=1)
+    digest = publish(wide, world.store, 1, probe_ids=[2, 79])
+    narrow = open_torch(world.folder, world.store)
+    with pytest.raises(UsageError, match="64"):
+        narrow.install(digest)
+    forged = publish(world.module, world.store, 2, probe_ids=[2, 63], claim_probe_ids=[2, 64])
+    with pytest.raises(UsageError, match="probe"):
+        narrow.install(forged)
+
+
 def test_requests_before_the_first_version_are_refused(world: World) -> None:
     with pytest.raises(UsageError, match="first weights"):
         open_torch(world.folder, world.store).submit(request([2, 3]))

@@ -18,7 +18,7 @@ def folder(tmp_path):
     config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 64}
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text("{}")
-    entry = Entry(name="w", dtype="BF16", shape=(4, 8), data=memoryview(bytes(64)))
+    entry = Entry(name="w", dtype="BF16", shape=(4, 8), read=lambda: memoryview(bytes(64)))
     with (path / "model.safetensors").open("wb") as file:
         write_tensors(file, [entry])
     return path

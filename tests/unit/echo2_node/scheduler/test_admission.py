@@ -64,9 +64,7 @@ def test_nothing_is_born_stale_when_leases_end_before_their_batch(
     """Actors fill every slot they get at old and new versions; each step waits for all leases."""
     rng = Random(seed)
     kappa = min(kappa, limit + 1)
-    clerk = Clerk(
-        rules(groups_per_step=groups_per_step, staleness_limit_steps=limit), Random(seed)
-    )
+    clerk = Clerk(rules(groups_per_step=groups_per_step, staleness_limit_steps=limit), Random(seed))
     manifest = Digest(bytes(32))
     clerk.handle(events.Published(version=PolicyVersion(0), manifest=manifest), 0.0)
     version, ages, facts = 0, [], []
