@@ -83,6 +83,7 @@ class Run:
 
     def __init__(self, folder: Path, **rollout) -> None:
         self.folder = folder
+        self.run_id = rollout.pop("run_id", RUN_ID)
         self.task = make_task("sort_digits", {"digits": 4})
         self.model = folder / "model"
         self.model.mkdir(exist_ok=True)
@@ -148,47 +149,14 @@ class Actor:
 
     async def lease(self, groups_max: int = 1, version: int = 0, **changes):
         """Ask for leases; the reply."""
-        request = LeaseRequest(
-            version=PolicyVersion(version),
-            groups_max=groups_max,
-            cohort=COHORT,
-            tokenizer_digest=tokenizer_digest(self.run.model),
-            template_digest=template_digest(self.run.model),
-            task_digest=task_digest(self.run.task),
-        )
+        request = lease_request(self.run, version=version, groups_max=groups_max)
         request = msgspec.structs.replace(request, **changes)
         return await self.office.mesh.handlers[LeaseRequest](self.node, request)
 
     def trajectory(self, lease, index, *, right: bool | None = None, version=None, **changes):
         """Member `index`: sorted digits if `right` (default: for index 0), else the prompt's."""
-        item = self.run.task.item(self.run.config.run.seed, lease.item_index)
-        right = index == 0 if right is None else right
-        digits = item.prompt[:-1]
-        answer = "".join(sorted(digits)) if right else "".join(sorted(digits, reverse=True))
-        eos = next(iter(self.run.codec.eos_ids))
-        completion = self.run.codec.encode_prompt(answer) + np.array([eos], "<i4").tobytes()
-        prompt, count = len(lease.prompt_ids) // 4, len(completion) // 4
-        used = lease.version_min if version is None else version
-        trajectory = Trajectory(
-            run_id=RUN_ID,
-            lease_id=lease.lease_id,
-            group_id=lease.group_id,
-            index=index,
-            item_index=lease.item_index,
-            token_ids=lease.prompt_ids + completion,
-            prompt_length=prompt,
-            loss_mask=bytes(prompt) + b"\x01" * count,
-            logprobs=np.array([0.0] * prompt + [-0.5] * count, "<f4").tobytes(),
-            segments=(VersionSpan(version=used, start=prompt, end=prompt + count),),
-            reward=self.run.task.score(item, answer, finished=True).reward,
-            stop_reason=StopReason.STOP,
-            sampling=lease.sampling,
-            cohort=COHORT,
-            tokenizer_digest=tokenizer_digest(self.run.model),
-            template_digest=template_digest(self.run.model),
-            task_digest=task_digest(self.run.task),
-        )
-        return msgspec.structs.replace(trajectory, **changes)
+        made = make_trajectory(self.run, lease, index, right=right, version=version)
+        return msgspec.structs.replace(made, **changes)
 
     def header(self, trajectory, *, inline: bool = True, raw: bytes | None = None):
         """The announcement of a sealed trajectory; `raw` replaces the sealed bytes."""
@@ -218,3 +186,46 @@ class Actor:
         """All members of a lease, honestly, half of them right."""
         headers = [self.header(self.trajectory(lease, i, **changes)) for i in lease.indices]
         return await self.hand_in(*headers)
+
+
+def lease_request(run: Run, *, version: int, groups_max: int) -> LeaseRequest:
+    """What an actor with the run's model asks."""
+    return LeaseRequest(
+        version=PolicyVersion(version),
+        groups_max=groups_max,
+        cohort=COHORT,
+        tokenizer_digest=tokenizer_digest(run.model),
+        template_digest=template_digest(run.model),
+        task_digest=task_digest(run.task),
+    )
+
+
+def make_trajectory(run: Run, lease, index: int, *, right: bool | None = None, version=None):
+    """A sound member of a lease whose answer is right or, but for the length, wrong."""
+    item = run.task.item(run.config.run.seed, lease.item_index)
+    right = index == 0 if right is None else right
+    digits = item.prompt[:-1]
+    answer = "".join(sorted(digits)) if right else "".join(sorted(digits, reverse=True))
+    eos = next(iter(run.codec.eos_ids))
+    completion = run.codec.encode_prompt(answer) + np.array([eos], "<i4").tobytes()
+    prompt, count = len(lease.prompt_ids) // 4, len(completion) // 4
+    used = lease.version_min if version is None else version
+    return Trajectory(
+        run_id=run.run_id,
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        index=index,
+        item_index=lease.item_index,
+        token_ids=lease.prompt_ids + completion,
+        prompt_length=prompt,
+        loss_mask=bytes(prompt) + b"\x01" * count,
+        logprobs=np.array([0.0] * prompt + [-0.5] * count, "<f4").tobytes(),
+        segments=(VersionSpan(version=used, start=prompt, end=prompt + count),),
+        reward=run.task.score(item, answer, finished=True).reward,
+        stop_reason=StopReason.STOP,
+        sampling=lease.sampling,
+        cohort=COHORT,
+        tokenizer_digest=tokenizer_digest(run.model),
+        template_digest=template_digest(run.model),
+        task_digest=task_digest(run.task),
+    )

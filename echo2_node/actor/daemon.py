@@ -132,6 +132,12 @@ class Actor:
 
     async def run(self, stop: trio.Event | None) -> str:
         """Work until stopped, until the run ends, or until something cannot be mended."""
+        with self._metrics:
+            await self._run(stop)
+        self._report()
+        return self._why
+
+    async def _run(self, stop: trio.Event | None) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wait_stop, stop)
             nursery.start_soon(self._report_for_ever)
@@ -141,8 +147,6 @@ class Actor:
                 await self._rollouts.announce_the_rest()
             await self._mesh.say_goodbye(self._why)
             nursery.cancel_scope.cancel()
-        self._report()
-        return self._why
 
     async def _work_until_left(self) -> None:
         """Everything between joining and leaving; ends when `_leaving` is set."""

@@ -17,7 +17,7 @@ import trio
 
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.identity import Identity
-from echo2_mesh.mesh import Carrier, MeshSettings, open_mesh
+from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
 from echo2_mesh.wire.types import PolicyVersion, Role
 from echo2_node.config import RunConfig, dump
 from echo2_node.errors import as_one_error
@@ -65,13 +65,11 @@ async def run_learner(
         UsageError, LocalError: what cannot be mended by waiting.
     """
     check_model_folder(Path(config.model.path))
+    make_task(config.task.id, config.task.args)
     place = Place(state_dir, resume=resume, name=config.run.name)
-    task = make_task(config.task.id, config.task.args)
-    codec = TokenCodec.load(Path(config.model.path))
     identity = Identity.load_or_create(place.key)
     store = ChunkStore(place.chunks, config.mesh.store_quota_bytes)
     checkpoints = Checkpoints(place.checkpoints, kept=config.learner.checkpoints_kept)
-    secret = None if config.mesh.open else place.secret()
     with Ledger.open(place.ledger) as ledger:
         checkpoint = checkpoints.newest()
         step = checkpoint.step if checkpoint is not None else 0
@@ -79,49 +77,64 @@ async def run_learner(
             ledger.roll_back(step)
         place.write("run.toml", dump(config))
         settings = mesh_settings(config, place, identity)
+        resume_from = checkpoint.folder if checkpoint is not None else None
         opening = make_trainer(
-            config,
-            state_dir=state_dir,
-            store_dir=place.chunks,
-            resume_from=checkpoint.folder if checkpoint is not None else None,
+            config, state_dir=state_dir, store_dir=place.chunks, resume_from=resume_from
         )
         with as_one_error():
             async with (
                 open_mesh(settings, identity, store, carrier=carrier, rng=rng) as mesh,
                 opening as trainer,
             ):
-                desk = RolloutDesk(
-                    config,
-                    mesh,
-                    ledger,
-                    task=task,
-                    codec=codec,
-                    model_folder=Path(config.model.path),
-                    admission_secret=secret,
-                    rng=rng,
-                )
-                publisher = Publisher(
-                    mesh,
-                    trainer,
-                    place=place,
-                    task=task,
-                    config=config,
-                    secret=secret,
-                    record=desk.published,
-                )
-                learner = Learner(
-                    mesh,
-                    trainer,
-                    publisher,
-                    desk,
-                    config=config,
-                    place=place,
-                    checkpoints=checkpoints,
-                    step=step,
-                    version=first_version(ledger),
-                )
+                learner = assemble(config, mesh, trainer, ledger, place=place, step=step, rng=rng)
                 return await learner.run(stop)
     raise AssertionError("unreachable: the run returns or raises")
+
+
+def assemble(
+    config: RunConfig,
+    mesh: Mesh,
+    trainer: Trainer,
+    ledger: Ledger,
+    *,
+    place: Place,
+    step: int,
+    rng: Random | None,
+) -> Learner:
+    """The parts of a run over an open mesh, trainer and ledger, at training step `step`."""
+    task = make_task(config.task.id, config.task.args)
+    model_folder = Path(config.model.path)
+    secret = None if config.mesh.open else place.secret()
+    desk = RolloutDesk(
+        config,
+        mesh,
+        ledger,
+        task=task,
+        codec=TokenCodec.load(model_folder),
+        model_folder=model_folder,
+        admission_secret=secret,
+        rng=rng,
+    )
+    publisher = Publisher(
+        mesh,
+        trainer,
+        place=place,
+        task=task,
+        config=config,
+        secret=secret,
+        record=desk.published,
+    )
+    return Learner(
+        mesh,
+        trainer,
+        publisher,
+        desk,
+        config=config,
+        place=place,
+        checkpoints=Checkpoints(place.checkpoints, kept=config.learner.checkpoints_kept),
+        step=step,
+        version=first_version(ledger),
+    )
 
 
 def first_version(ledger: Ledger) -> PolicyVersion:

@@ -164,7 +164,7 @@ class Intake:
                 raw = await self._threads.run(self._take_blob, header.payload.digest)
         except (PeerError, LocalError, KeyError) as error:
             # No verdict: the actor announces again, until its lease ends.
-            log.info("payload unavailable", peer=sender, reason=str(error))
+            log.debug("payload unavailable", peer=sender, reason=str(error))
             return
 
         finding = await self._threads.run(self._examine, sender, header, raw, expected, prompt)
@@ -302,7 +302,7 @@ class Intake:
             raw,
         )
         if answer.first and answer.verdict is not Reason.ADMITTED:
-            log.info(
+            log.debug(
                 "rollout refused",
                 peer=sender,
                 claim=header.lease_id[:8],

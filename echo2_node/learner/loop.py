@@ -75,6 +75,13 @@ class Learner:
 
     async def run(self, stop: trio.Event | None) -> str:
         """Train to the end, say goodbye, and say why it ended."""
+        with self._metrics:
+            why = await self._run(stop)
+        self._report()
+        log.info("run over", reason=why, version=self._version)
+        return why
+
+    async def _run(self, stop: trio.Event | None) -> str:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wait_stop, stop)
             nursery.start_soon(self._report_for_ever)
@@ -85,8 +92,6 @@ class Learner:
             await self._desk.close(ended=why != STOPPED)
             await self._mesh.say_goodbye(RUN_ENDED if why != STOPPED else "learner stopped")
             nursery.cancel_scope.cancel()
-        self._report()
-        log.info("run over", reason=why, version=self._version)
         return why
 
     async def _train(self) -> str:

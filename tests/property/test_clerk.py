@@ -166,6 +166,22 @@ class History(RuleBasedStateMachine):
             for index in sorted(held.pending):
                 self.hand_in(held.actor, self.leases[held.lease_id], index)
 
+    @precondition(lambda self: self.training is None)
+    @rule(steps=st.integers(1, 5))
+    def step_while_the_oldest_lease_lags(self, steps):
+        """One slow actor, everybody else quick: how results come to be too old."""
+        for _ in range(steps):
+            if self.training is None and not self.wanting:
+                self.want()
+            self.installed[ACTORS[0]] = self.clerk.published
+            self.ask(ACTORS[0], 4)
+            for held in list(self.clerk.book.live.values())[1:]:
+                for index in sorted(held.pending):
+                    self.before = self.alive()
+                    self.hand_in(held.actor, self.leases[held.lease_id], index)
+            if self.training is not None:
+                self.train(False)
+
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), actor=st.sampled_from(ACTORS))
     def hand_back(self, data, actor):

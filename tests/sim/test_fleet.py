@@ -16,4 +16,6 @@ async def test_a_steady_run_reaches_its_last_step(autojump_clock, tmp_path, monk
         for actor in actors:
             assert await world.wait_end(actor.name, within_s=5) == "run ended"
         summary = await world.laws.check_end(world)
-        print(summary, world.metrics())
+        print(summary)
+        for a in actors: print(a.engines[0].busy_s, trio.current_time() - a.engines[0].started_s, a.engines[0].installs)
+        for m in world.metrics(): print(m)
