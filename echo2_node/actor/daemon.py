@@ -265,7 +265,8 @@ class Actor:
             state=state,
             version=installed.version if installed is not None else None,
             refusals={r.value: n for r, n in tally.by_reason.items()} if tally is not None else {},
-            last_error=last_error,
+            # Where the daemon has none to tell: why the mesh cannot fetch.
+            last_error=self._mesh.heartbeat().last_error,
         )
 
     def _shown_state(self) -> str:

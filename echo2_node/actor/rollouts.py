@@ -18,7 +18,7 @@ import trio
 from echo2_mesh import limits
 from echo2_mesh.chunks import digest_of
 from echo2_mesh.errors import LocalError, PeerError, UsageError
-from echo2_mesh.mesh import Mesh
+from echo2_mesh.mesh import Mesh, ReadyVersion
 from echo2_mesh.wire.messages import (
     ChunkRef,
     Done,
@@ -26,7 +26,6 @@ from echo2_mesh.wire.messages import (
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
-    Message,
     RolloutBatch,
     TrajectoryHeader,
     Verdicts,
@@ -167,18 +166,19 @@ class Rollouts:
             if pause_s > 0:
                 await self._pause(pause_s)
                 continue
-            grant = await self._ask_leases(engine, room)
-            self.learner_away = grant is None and not self.stopping.is_set()
-            if grant is None:
+            grants = await self._ask_leases(engine, room)
+            self.learner_away = not grants and not self.stopping.is_set()
+            leases = tuple(lease for grant in grants for lease in grant.leases)
+            if self.stopping.is_set():
+                await self._hand_back(leases, "leaving")
+            elif not grants:
                 await self._pause(LEARNER_AWAY_RETRY_S)
-            elif self.stopping.is_set():
-                await self._hand_back(grant.leases, "leaving")
-            elif not grant.leases:
-                await self._pause(grant.retry_after_s)
+            elif not leases:
+                await self._pause(min(grant.retry_after_s for grant in grants))
             else:
-                for lease in grant.leases:
+                for lease in leases:
                     self._held[lease.lease_id] = lease
-                    nursery.start_soon(self._work, engine, lease, grant.run_seed)
+                    nursery.start_soon(self._work, engine, lease, grants[0].run_seed)
 
     async def _pause(self, seconds: float) -> None:
         with trio.move_on_after(seconds):
@@ -195,11 +195,45 @@ class Rollouts:
             nursery.cancel_scope.cancel()
         return result
 
-    async def _ask_leases(self, engine: EnginePort, room: int) -> LeaseGrant | None:
-        """A grant; None without an answer, or when this actor is to stop."""
+    async def _ask_leases(self, engine: EnginePort, room: int) -> list[LeaseGrant]:
+        """What the learner grants; nothing where it does not answer or this actor is to stop."""
+        grants: list[LeaseGrant] = []
         installed = await self._unless_stopping(self._weights.wait_installed)
-        if installed is None:
-            return None
+        if installed is not None:
+            ask = functools.partial(self._ask_for_newest, engine, room, installed, grants)
+            await self._unless_stopping(ask, grace_s=LAST_ASK_S)
+        return grants
+
+    async def _ask_for_newest(
+        self, engine: EnginePort, room: int, installed: ReadyVersion, grants: list[LeaseGrant]
+    ) -> None:
+        """Ask, and ask again whenever a newer version is installed before the answer.
+
+        The learner holds a question until there is a slot for its version, and the slots of an
+        old version get fewer with every step. It answers the older question of an actor as soon
+        as a newer one arrives, so no grant is ever dropped here.
+        """
+        open_asks = 0
+
+        async def ask(version: ReadyVersion) -> None:
+            nonlocal open_asks
+            open_asks += 1
+            reply = await self._ask_learner(engine, room, version)
+            if reply is not None:
+                grants.append(reply)
+            open_asks -= 1
+            if not open_asks:
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, installed)
+            while True:
+                installed = await self._weights.wait_newer(installed.version)
+                nursery.start_soon(ask, installed)
+
+    async def _ask_learner(
+        self, engine: EnginePort, room: int, installed: ReadyVersion
+    ) -> LeaseGrant | None:
         request = LeaseRequest(
             version=installed.version,
             groups_max=min(room, limits.LEASES_PER_GRANT_MAX),
@@ -209,22 +243,15 @@ class Rollouts:
             task_digest=installed.manifest.task.digest,
             admission=self._admission,
         )
-        reply = await self._unless_stopping(
-            functools.partial(self._ask_learner, request), grace_s=LAST_ASK_S
-        )
-        if reply is not None and not isinstance(reply, LeaseGrant):
-            log.warning("odd reply", peer=self._mesh.learner, reason=type(reply).__name__)
-            return None
-        return reply
-
-    async def _ask_learner(self, request: LeaseRequest) -> Message | None:
         try:
-            return await self._mesh.ask(
-                self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S
-            )
+            reply = await self._mesh.ask(self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S)
         except PeerError as error:
             self._judge_refusal(error)
             return None
+        if not isinstance(reply, LeaseGrant):
+            log.warning("odd reply", peer=self._mesh.learner, reason=type(reply).__name__)
+            return None
+        return reply
 
     def _judge_refusal(self, error: PeerError) -> None:
         """A refusal that no waiting will change ends the actor; anything else is tried again."""
@@ -356,10 +383,13 @@ class Rollouts:
         for lease in leases:
             self._held.pop(lease.lease_id, None)
         self._move()
-        if not leases or self.run_ended:
+        if self.run_ended:
             return
-        message = LeaseReturn(lease_ids=tuple(lease.lease_id for lease in leases), why=why)
-        try:
-            await self._mesh.ask(self._mesh.learner, message, timeout_s=HAND_BACK_TIMEOUT_S)
-        except (PeerError, LocalError) as error:
-            log.debug("leases not handed back", reason=str(error))
+        ids = [lease.lease_id for lease in leases]
+        for start in range(0, len(ids), limits.LEASES_PER_GRANT_MAX):
+            part = tuple(ids[start : start + limits.LEASES_PER_GRANT_MAX])
+            message = LeaseReturn(lease_ids=part, why=why)
+            try:
+                await self._mesh.ask(self._mesh.learner, message, timeout_s=HAND_BACK_TIMEOUT_S)
+            except (PeerError, LocalError) as error:
+                log.debug("leases not handed back", reason=str(error))

@@ -19,7 +19,7 @@ from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import Echo2Error, LocalError, PeerError, UsageError
 from echo2_mesh.mesh import Mesh, ReadyVersion
 from echo2_mesh.wire.messages import ChunkRef, Manifest
-from echo2_mesh.wire.types import Digest, NodeId
+from echo2_mesh.wire.types import Digest, NodeId, PolicyVersion
 from echo2_node.engines.fingerprint import compare
 from echo2_node.engines.port import EnginePort
 from echo2_node.telemetry import MetricsFile
@@ -90,12 +90,20 @@ class Weights:
 
         The mesh takes a blob that lies here from an earlier life by its name; this reads it.
         """
-        while not await self._mend(target):
+        while True:
+            if await self._mend(target):
+                return
             await trio.sleep(INSTALL_RETRY_S)
 
     async def wait_installed(self) -> ReadyVersion:
         """The proved version; waits until there is one."""
         while self.installed is None:
+            await self._changed.wait()
+        return self.installed
+
+    async def wait_newer(self, version: PolicyVersion) -> ReadyVersion:
+        """The proved version, once it is another than `version`."""
+        while self.installed is None or self.installed.version == version:
             await self._changed.wait()
         return self.installed
 

@@ -81,7 +81,7 @@ async def run_learner(
         opening = make_trainer(
             config, state_dir=state_dir, store_dir=place.chunks, resume_from=resume_from
         )
-        with as_one_error():
+        with place.forgotten_if_nothing_happened(ledger), as_one_error():
             async with (
                 open_mesh(settings, identity, store, carrier=carrier, rng=rng) as mesh,
                 opening as trainer,
@@ -138,13 +138,12 @@ def assemble(
 
 
 def first_version(ledger: Ledger) -> PolicyVersion:
-    """0 for a new run; after a resume one more than any version an actor can have.
+    """0 for a new run; after a resume one more than any version there was.
 
     The steps after the checkpoint are undone, but their versions are out in the mesh: a number
     names one set of weights for ever.
     """
-    published = ledger.published_max()
-    return PolicyVersion(0 if published is None else published + 1)
+    return PolicyVersion(ledger.version_max() + 1)
 
 
 def mesh_settings(config: RunConfig, place: Place, identity: Identity) -> MeshSettings:

@@ -271,6 +271,10 @@ class RolloutDesk:
     def groups_alive_max(self) -> int:
         return admission.alive_max(self._rules)
 
+    def take_reward_mean(self) -> float | None:
+        """Mean reward of what was admitted since the last call, equal-reward groups included."""
+        return self._keeper.tallies.take_reward_mean()
+
     @property
     def zero_variance_groups(self) -> int:
         """Groups dropped in this run because their rewards were equal."""
@@ -324,7 +328,8 @@ class RolloutDesk:
     async def _answer_return(self, actor: NodeId, message: LeaseReturn) -> Done:
         self._check_open()
         self._keeper.feed(events.Returned(actor=actor, lease_ids=message.lease_ids))
-        await self._journal.wait_written()
+        with trio.move_on_after(ANSWER_TIMEOUT_S):
+            await self._journal.wait_written()
         log.info("leases handed back", peer=actor, count=len(message.lease_ids))
         return Done()
 

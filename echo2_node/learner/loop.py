@@ -201,6 +201,7 @@ class Learner:
             "unix_ms": int(time.time() * 1000),
             "step_done_unix_ms": done_unix_ms,
             "reward_mean": mean,
+            "reward_admitted_mean": self._desk.take_reward_mean(),
             "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
             "samples": len(rewards),
             "staleness_steps": histogram,

@@ -25,6 +25,7 @@ from echo2_node.scheduler.events import ClerkEvent
 
 HOLD_S = 2.0
 """How long a request waits for a slot before it is answered empty."""
+RECORD_TIMEOUT_S = 2.0
 GRANT_BYTES_MAX = limits.ASK_SIZE_BYTES_MAX // 2
 LEASE_OVERHEAD_BYTES = 1024
 
@@ -64,8 +65,9 @@ class Offers:
         if self._journal.paused:
             return LeaseGrant(leases=(), retry_after_s=1.0, run_seed=self._prompts.seed)
         granted = await self._ask_clerk(actor, request)
-        if granted.leases:
-            await self._journal.wait_written()
+        if granted.leases and not await self._recorded():
+            self._hand_back(actor, granted)
+            return LeaseGrant(leases=(), retry_after_s=1.0, run_seed=self._prompts.seed)
         return LeaseGrant(
             leases=tuple(self._prompts.lease(lease) for lease in granted.leases),
             retry_after_s=granted.retry_after_s,
@@ -99,8 +101,18 @@ class Offers:
         self._feed(events.Withdrawn(request=number))
         left = self._answers.pop(number, None)
         if left is not None and left.leases:
-            lease_ids = tuple(lease.lease_id for lease in left.leases)
-            self._feed(events.Returned(actor=actor, lease_ids=lease_ids))
+            self._hand_back(actor, left)
+
+    def _hand_back(self, actor: NodeId, granted: events.Granted) -> None:
+        lease_ids = tuple(lease.lease_id for lease in granted.leases)
+        self._feed(events.Returned(actor=actor, lease_ids=lease_ids))
+
+    async def _recorded(self) -> bool:
+        """False where the ledger cannot be written in time: then nothing may leave."""
+        with trio.move_on_after(RECORD_TIMEOUT_S):
+            await self._journal.wait_written()
+            return True
+        return False
 
     def deliver(self, granted: events.Granted) -> None:
         """The clerk's answer to a request."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import blake3
 
-from echo2_mesh.errors import LocalError, UsageError
+from echo2_mesh.errors import Echo2Error, LocalError, UsageError
 from echo2_mesh.identity import Identity
+from echo2_node.learner.ledger import Ledger
 
 
 class Place:
@@ -92,6 +95,17 @@ class Place:
         if not path.exists():
             self.write("secret", os.urandom(24).hex() + "\n", mode=0o600)
         return bytes.fromhex(path.read_text(encoding="ascii").strip())
+
+    @contextlib.contextmanager
+    def forgotten_if_nothing_happened(self, ledger: Ledger) -> Iterator[None]:
+        """A start that fails before anything was published leaves no run to be resumed."""
+        try:
+            yield
+        except Echo2Error:
+            if ledger.is_empty():
+                for path in self.folder.glob(f"{self.ledger.name}*"):
+                    path.unlink(missing_ok=True)
+            raise
 
     def write(self, name: str, text: str, *, mode: int = 0o644) -> None:
         """Write a small file whole or not at all.

@@ -28,6 +28,7 @@ class Tallies:
         self.ages = dict(summary.staleness_histogram)
         self.groups_dropped = dict(summary.groups_dropped)
         self.announcements_dropped = 0
+        self._rewards: list[float] = []
 
     @property
     def refused(self) -> int:
@@ -44,6 +45,15 @@ class Tallies:
             return None
         return Reason(max(self.refusals, key=lambda reason: (self.refusals[reason], reason)))
 
+    def take_reward_mean(self) -> float | None:
+        """Mean reward of everything admitted since the last call; None if nothing was.
+
+        Groups with equal rewards are never trained, so the mean over what is trained says less
+        and less about the policy as it learns; this one counts them.
+        """
+        rewards, self._rewards = self._rewards, []
+        return sum(rewards) / len(rewards) if rewards else None
+
     def count_age(self, steps: int) -> None:
         """A trajectory of this age was trained."""
         self.ages[steps] = self.ages.get(steps, 0) + 1
@@ -52,8 +62,10 @@ class Tallies:
         """Take facts into the counts."""
         for fact in facts:
             match fact:
-                case records.Submission(actor=actor, verdict=verdict):
+                case records.Submission(actor=actor, verdict=verdict, reward=reward):
                     self._count_verdict(actor, verdict)
+                    if verdict is Reason.ADMITTED:
+                        self._rewards.append(reward)
                 case records.StrayRefused(actor=actor, reason=reason):
                     self._count_verdict(actor, reason)
                 case records.DuplicateSeen():

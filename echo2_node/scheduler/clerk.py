@@ -48,6 +48,8 @@ class Clerk:
         self._grants = Grants(rules, self.shelf, self.book, rng, cursor=cursor)
         self._waiters = Waiters()
         self._wanted = False
+        self._freed = False
+        """Something happened that may let a waiting request be served."""
         self._records: list[Record] = []
         self._effects: list[ClerkEffect] = []
         self._touched: set[Group] = set()
@@ -57,7 +59,9 @@ class Clerk:
         alive_before = self.shelf.alive
         deadline_before = self._next_alarm_s()
         self._dispatch(event, now_s)
-        self._offer(now_s)
+        if self._freed:
+            self._offer(now_s)
+            self._freed = False
         self._check(alive_before)
         effects: list[ClerkEffect] = []
         if self._records:
@@ -97,6 +101,7 @@ class Clerk:
         match event:
             case events.Requested():
                 self._refuse_requests(self._waiters.add(event))
+                self._freed = True
             case events.Withdrawn(request=request):
                 self._waiters.remove(request)
             case events.Returned(actor=actor, lease_ids=lease_ids):
@@ -219,7 +224,7 @@ class Clerk:
         self._advance(PolicyVersion(max(after, self.version)))
 
     def _end_run(self) -> None:
-        self.ended = True
+        self.ended = self._freed = True
         for held in list(self.book.live.values()):
             self._end_lease(held, LeaseEnd.RUN_ENDED)
         self._refuse_requests(self._waiters.clear())
@@ -253,6 +258,7 @@ class Clerk:
 
     def _settle(self, group: Group) -> None:
         """An incomplete group without a lease: it keeps its slot only if it has members."""
+        self._freed = True
         self.shelf.move(group, Phase.OPEN if group.members else Phase.WAITING)
 
     def _complete(self, group: Group) -> None:
@@ -269,6 +275,7 @@ class Clerk:
 
     def _drop(self, group: Group, reason: Reason) -> None:
         """Give a group up for good; a lease still on it ends with it."""
+        self._freed = True
         held = None if group.lease_id is None else self.book.find(group.lease_id)
         if held is not None:
             self._end_lease(held, LeaseEnd.GROUP_DROPPED)
@@ -280,6 +287,7 @@ class Clerk:
         """Groups that became too old to be trained go at once; their slots are free again."""
         assert version >= self.version, "the learner's version never goes back"
         self.version = version
+        self._freed = True
         for group in list(self.shelf):
             if (
                 group.phase in (Phase.OPEN, Phase.READY)

@@ -38,8 +38,7 @@ def await_work(world, learner, actor):
     world.until(actor.status, f"a status of {actor.name}", alive=(actor,))
     before = accepted_of(learner, actor) if learner.query("SELECT 1 FROM submissions") else 0
     world.until(
-        lambda: learner.query("SELECT 1 FROM submissions")
-        and accepted_of(learner, actor) > before,
+        lambda: learner.query("SELECT 1 FROM submissions") and accepted_of(learner, actor) > before,
         f"rollouts of {actor.name}",
         alive=(learner, actor),
     )
@@ -104,9 +103,7 @@ def kill_in_a_checkpoint(world, learner):
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     with open_world(tmp_path_factory.mktemp("loop")) as world:
-        learner = world.learn(
-            run={"steps": 100_000}, staleness={"limit_steps": LIMIT_STEPS}
-        )
+        learner = world.learn(run={"steps": 100_000}, staleness={"limit_steps": LIMIT_STEPS})
         # The learner goes on without anybody's help: these two must find it again each time.
         real = world.join(learner, "real", engine="torch", options=["--drain-s", "5"])
         dialler = world.join(learner, "dialler", listen="")
@@ -120,13 +117,15 @@ def story(tmp_path_factory):
         tale.late, tale.late_id = late, late.node
         tale.orphaned = kill_an_actor(world, learner, late)
         world.until(
-            lambda: len(
-                learner.query(
-                    "SELECT 1 FROM lease_ends JOIN leases USING (lease_id) WHERE actor = ?",
-                    tale.late_id,
+            lambda: (
+                len(
+                    learner.query(
+                        "SELECT 1 FROM lease_ends JOIN leases USING (lease_id) WHERE actor = ?",
+                        tale.late_id,
+                    )
                 )
-            )
-            >= len(tale.orphaned),
+                >= len(tale.orphaned)
+            ),
             "the end of a dead actor's leases",
             alive=(learner,),
         )
@@ -146,8 +145,10 @@ def story(tmp_path_factory):
         dialler.terminate()
         tale.dialler_exit = dialler.wait_exit()
         tale.dialler_standing = world.until(
-            lambda: standing_of(learner, tale.dialler.node) != "up"
-            and standing_of(learner, tale.dialler.node),
+            lambda: (
+                standing_of(learner, tale.dialler.node) != "up"
+                and standing_of(learner, tale.dialler.node)
+            ),
             "a goodbye",
             timeout_s=5,
         )

@@ -88,9 +88,7 @@ class FetchWorld(RuleBasedStateMachine):
         version, number = ask.ref.digest[0], ask.ref.digest[1] - 1
         is_manifest = ask.ref.digest == ref(version, MANIFEST_INDEX).digest
         assert (
-            ask.peer == LEARNER
-            or is_manifest
-            or number in self.said.get((ask.peer, version), ())
+            ask.peer == LEARNER or is_manifest or number in self.said.get((ask.peer, version), ())
         ), "asked somebody who never said it holds the chunk"
         self.flights[ask.ref.digest] = (ask.peer, ask.ref)
 
@@ -165,6 +163,14 @@ class FetchWorld(RuleBasedStateMachine):
         self.tell(ChunkRefused(peer=peer, digest=chunk.digest, fault=fault))
 
     @precondition(lambda self: self.flights)
+    @rule(data=st.data(), peer=st.sampled_from(PEERS), fault=st.sampled_from(Fault))
+    def a_refusal_comes_of_a_question_that_was_cancelled(self, data, peer, fault):
+        digest = data.draw(st.sampled_from(sorted(self.flights)))
+        if self.flights[digest][0] != peer:
+            self.tell(ChunkRefused(peer=peer, digest=digest, fault=fault))
+            assert digest in self.flights
+
+    @precondition(lambda self: self.flights)
     @rule(data=st.data())
     def the_disk_is_full(self, data):
         peer, chunk = self.pick(data)
@@ -186,10 +192,9 @@ class FetchWorld(RuleBasedStateMachine):
         if not hasattr(self, "machine") or self.newest < 0:
             return
         honest = NodeId("honest")
-        self.connected = {honest}
         for peer in PEERS:
             self.a_peer_leaves(peer)
-        self.connected = {honest}
+        self.connected.add(honest)
         self.tell(PeerUp(peer=honest))
         for _ in range(3000):
             if self.pending is not None:

@@ -188,21 +188,21 @@ class SimEngine(FakeEnginePort):
         super().__init__(lambda digest: read_manifest(store_dir, digest), settings)
         self._world = world
         self._store_dir = store_dir
-        self._running = 0
+        self.running = 0
         self._since_s = 0.0
         self.started_s = trio.current_time()
         self.busy_s = 0.0
         self.installs = 0
 
     async def generate(self, request):
-        if self._running == 0:
+        if self.running == 0:
             self._since_s = trio.current_time()
-        self._running += 1
+        self.running += 1
         try:
             return await super().generate(request)
         finally:
-            self._running -= 1
-            if self._running == 0:
+            self.running -= 1
+            if self.running == 0:
                 self.busy_s += trio.current_time() - self._since_s
 
     async def install(self, manifest):
@@ -214,7 +214,8 @@ class SimEngine(FakeEnginePort):
         if state_digest == content.manifest.state_digest:
             known = self._world.weights.setdefault(report.version, state_digest)
             assert known == state_digest, f"version {report.version} names two sets of weights"
-        return msgspec.structs.replace(report, probe_logprobs=truth(state_digest))
+        probe = np.frombuffer(truth(state_digest), dtype="<f4") + self._settings.probe_error
+        return msgspec.structs.replace(report, probe_logprobs=probe.astype("<f4").tobytes())
 
 
 class Daemon:

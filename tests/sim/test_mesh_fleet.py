@@ -370,6 +370,16 @@ async def test_the_current_version_and_the_one_before_survive_a_small_quota(
         assert not any(actor.store.has(chunk.digest) for chunk in kept[0].manifest.chunks)
 
 
+async def test_what_is_being_fetched_is_not_evicted_by_itself(autojump_clock, tmp_path):
+    """Two versions do not fit under the quota: it gives way, not the versions in use."""
+    async with open_fleet(tmp_path, seed=1) as fleet:
+        (actor,) = await started(fleet, 1, store_quota_bytes=40 * KIB)
+        for version in range(3):
+            await fleet.publish(version, chunks=8, chunk_bytes=4 * KIB)
+            await wait_version(actor, version)
+        assert actor.mesh.counters["bytes_in_blobs"] < 3 * 40 * KIB, "nothing was fetched twice"
+
+
 async def test_an_interrupted_fetch_resumes_with_what_is_already_here(autojump_clock, tmp_path):
     async with open_fleet(tmp_path, seed=1, bandwidth_bytes_per_s=64 * KIB) as fleet:
         (actor,) = await started(fleet, 1)

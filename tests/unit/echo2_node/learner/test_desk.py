@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import trio
 
+from echo2_mesh.errors import UsageError
 from echo2_mesh.identity import Identity
 from echo2_mesh.wire.codec import Envelope, seal
 from echo2_mesh.wire.messages import LeaseReturn, Refusal, RolloutBatch, Sampling, VersionSpan
 from echo2_mesh.wire.ticket import admission_proof
 from echo2_mesh.wire.types import Digest, PolicyVersion, Reason, StopReason
-from echo2_node.learner.desk import NoSignal
+from echo2_node.learner.desk import NoSignal, rules_of
 from tests.desk_kit import RUN_ID, Actor, Run
 
 
@@ -374,3 +375,42 @@ async def test_rolled_back_groups_are_trained_again_and_counted_once(tmp_path, a
         summary = office.ledger.summary()
         assert (summary.consumed, summary.steps, summary.steps_undone) == (8, 2, 1)
         assert office.ledger.verify() == []
+
+
+async def test_a_full_disk_pauses_granting_and_acknowledging_until_there_is_room(
+    tmp_path, autojump_clock
+):
+    async with Run(tmp_path).open_desk() as office:
+        actor = Actor(office)
+        (lease,) = (await actor.lease()).leases
+        bulk = {f"{number:0>100}": 0.5 for number in range(60)}
+        headers = [
+            actor.header(actor.trajectory(lease, index, metrics=bulk)) for index in lease.indices
+        ]
+        sql = office.ledger._sql
+        pages = sql.execute("PRAGMA page_count").fetchone()[0]
+        sql.execute(f"PRAGMA max_page_count = {pages}")
+        verdicts = []
+
+        async def announce():
+            while not verdicts:
+                verdicts.append(await actor.hand_in(*headers))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(announce)
+            await trio.sleep(3)
+            assert "cannot be written" in office.desk.last_error
+            assert (await actor.lease()).leases == ()
+            assert verdicts == []
+            sql.execute("PRAGMA max_page_count = 1000000")
+        assert set(verdicts[0].values()) == {Reason.ADMITTED}
+        assert office.desk.last_error == ""
+        assert (await actor.lease()).leases
+        assert office.ledger.verify() == []
+
+
+def test_publishing_too_rarely_for_the_limit_is_refused_before_the_run(tmp_path):
+    config = Run(tmp_path, limit_steps=1).config
+    staleness = msgspec.structs.replace(config.staleness, publish_every_steps=3)
+    with pytest.raises(UsageError, match="publish_every_steps = 3 is more than"):
+        rules_of(msgspec.structs.replace(config, staleness=staleness))
