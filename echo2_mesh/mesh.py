@@ -8,7 +8,6 @@ Passes one machine's effects on as another's events; decides nothing itself.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -76,7 +75,7 @@ class Mesh:
         self.run_id = settings.run_id
         self.learner = settings.learner
         self.store = store
-        self.counters: Counter[str] = Counter()
+        self.counters = carrier.counters
         self._settings = settings
         self._carrier = carrier
         self._sequence = 0

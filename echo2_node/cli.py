@@ -122,13 +122,17 @@ def learn(
 
 def _check_names(config: RunConfig, *, dry_run: bool) -> None:
     """Unknown names and a missing model are told before anything heavy loads."""
+    from echo2_node.learner.lossnames import check_loss
     from echo2_node.learner.modelfolder import check_model_folder
     from echo2_node.tasks.registry import make_task
+    from echo2_node.tokens import TokenCodec
 
-    make_task(config.task.id, config.task.args)
+    task = make_task(config.task.id, config.task.args)
+    check_loss(config.learner.loss, config.learner.loss_args)
     check_model_folder(Path(config.model.path))
+    TokenCodec.load(Path(config.model.path)).encode_prompt(task.item(config.run.seed, 0).prompt)
     if dry_run:
-        # Losses are tensor code: a dry run can wait for torch, a real one asks in the trainer.
+        # Bounds of its arguments are tensor code: a real run asks in the trainer, which has torch.
         from echo2_node.learner.losses import make_loss
 
         make_loss(config.learner.loss, config.learner.loss_args)
@@ -183,10 +187,17 @@ def join(
         given["listen"] = tuple(address for address in listen if address)
     if store_quota_bytes is not None:
         given["store_quota_bytes"] = store_quota_bytes
-    config: ActorConfig = convert(given, ActorConfig, where="the options of join")
+    config: ActorConfig = convert(
+        given,
+        ActorConfig,
+        where="the options of join",
+        hint="`echo2-node join --help` lists every option.",
+    )
     from echo2_mesh.wire.ticket import read_ticket
+    from echo2_node.engines.registry import check_engine_name
     from echo2_node.foreground import join_in_foreground
 
+    check_engine_name(config.engine)
     invitation = read_ticket(_ticket_text(ticket), now_unix_s=time.time())
     place = f"actor-{invitation.run_id}" + (f"-{_as_file_name(name)}" if name else "")
     folder = state_dir or sightings.state_base() / place

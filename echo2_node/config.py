@@ -187,7 +187,10 @@ def load_run(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     return config
 
 
-def convert(data: object, kind: type[Any], *, where: str) -> Any:
+_EVERY_SETTING = "`runs/README.md` lists every setting with its meaning and bounds."
+
+
+def convert(data: object, kind: type[Any], *, where: str, hint: str = _EVERY_SETTING) -> Any:
     """`data` as `kind`, or a UsageError that names the path of what is wrong in `where`."""
     _refuse_unknown_keys(data, kind, (), where)
     try:
@@ -196,9 +199,10 @@ def convert(data: object, kind: type[Any], *, where: str) -> Any:
         text = str(error)
         problem, _, at = text.partition(" - at ")
         key = at.strip("`").removeprefix("$.").removeprefix("$") or "the top level"
+        words = _choices(kind, key)
         raise UsageError(
             f"{where}: {key}: {problem[:1].lower()}{problem[1:]}.",
-            "`runs/README.md` lists every setting with its meaning and bounds.",
+            (f"It may be {', '.join(words)}. " if words else "") + hint,
         ) from error
 
 
@@ -272,3 +276,15 @@ def _struct_in(kind: object) -> type[msgspec.Struct] | None:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
     return None
+
+
+def _choices(kind: type[Any], key: str) -> tuple[str, ...]:
+    """The words that the setting at `key` may have; none where it is no choice of words."""
+    hint: Any = kind
+    for part in key.split("."):
+        inner = _struct_in(hint)
+        hint = get_type_hints(inner).get(part) if inner is not None else None
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(
+        str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)
+    )

@@ -1,12 +1,13 @@
 """What the mesh needs of a network: a few verbs, two implementations.
 
-`net.libp2p_carrier` is the real one (py-libp2p on trio); `echo2_mesh.testing` has a simulated
-one on trio's virtual clock. Everything above this protocol, the daemons included, runs unchanged
-on either. A carrier moves bytes between authenticated peers; it knows no message and no run.
+`net.libp2p_carrier` is the real one (py-libp2p on trio); `net.simulated` is that of tests, on
+trio's virtual clock. Everything above this protocol, the daemons included, runs unchanged on
+either. A carrier moves bytes between authenticated peers; it knows no message and no run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -22,6 +23,8 @@ class Carrier(Protocol):
     """Bytes between authenticated peers. Every method is bounded in time."""
 
     node: NodeId
+    counters: Counter[str]
+    """What it refused and what broke, by name; the mesh counts in it too."""
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses (without /p2p) where this node can be dialled; empty if it cannot."""

@@ -25,7 +25,8 @@ from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
 from echo2_mesh.wire.messages import Goodbye
 from echo2_mesh.wire.ticket import RunTicket, admission_proof
 from echo2_mesh.wire.types import NodeId, Role
-from echo2_node.actor.rollouts import Rollouts, RunEnded
+from echo2_node.actor.asking import RunEnded, cancel_on
+from echo2_node.actor.rollouts import Rollouts
 from echo2_node.actor.weights import Weights, open_codec, write_model_files
 from echo2_node.config import ActorConfig
 from echo2_node.engines.port import EnginePort
@@ -213,7 +214,7 @@ class Actor:
                 nursery.start_soon(self._weights.follow, engine)
                 self._state = "installing"
                 with trio.CancelScope() as waiting:
-                    nursery.start_soon(rollouts.cancel_on_stop, waiting)
+                    nursery.start_soon(cancel_on, rollouts.stopping, waiting)
                     await self._weights.wait_installed()
                 if not waiting.cancelled_caught:
                     self._state = "generating"

@@ -8,29 +8,24 @@ is taken, running ones get `drain_s`, and the rest is handed back. `actor.daemon
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
 import structlog
 import trio
 
 from echo2_mesh import limits
 from echo2_mesh.chunks import digest_of
 from echo2_mesh.errors import LocalError, PeerError, UsageError
-from echo2_mesh.mesh import Mesh, ReadyVersion
+from echo2_mesh.mesh import Mesh
 from echo2_mesh.wire.messages import (
     ChunkRef,
     Done,
     Lease,
-    LeaseGrant,
-    LeaseRequest,
     LeaseReturn,
     RolloutBatch,
     TrajectoryHeader,
     Verdicts,
 )
 from echo2_mesh.wire.types import ChunkKind, NodeId, StopReason
+from echo2_node.actor.asking import Asker, unless
 from echo2_node.actor.outbox import Outbox, Send, Tally
 from echo2_node.actor.trajectories import make_trajectory
 from echo2_node.actor.weights import Weights
@@ -42,12 +37,7 @@ from echo2_node.tokens import TokenCodec
 
 log = structlog.get_logger()
 
-Result = TypeVar("Result")
-
 LEARNER_AWAY_RETRY_S = 1.0
-LEASE_ASK_TIMEOUT_S = 10.0
-LAST_ASK_S = 3.0
-"""On leaving: how long a question for leases that is on its way may still take."""
 STORE_RETRY_S = 10.0
 """After a trajectory could not be stored: how long no lease is taken."""
 HAND_BACK_TIMEOUT_S = 2.0
@@ -55,10 +45,6 @@ ACKNOWLEDGE_TIMEOUT_S = 5.0
 """On leaving: how long announced trajectories may wait for their verdicts."""
 KEEP_AFTER_LEASE_S = 60.0
 """A trajectory is announced this long after its lease ended; then it counts for nothing."""
-
-
-class RunEnded(Exception):
-    """The learner says that the run is over."""
 
 
 class Rollouts:
@@ -79,7 +65,7 @@ class Rollouts:
         self._config = config
         self._task = task
         self._codec = codec
-        self._admission = admission
+        self._asker = Asker(mesh, weights, admission=admission)
         self._held: dict[str, Lease] = {}
         self._moved = trio.Event()
         """A lease ended, or the outbox got shorter."""
@@ -146,12 +132,6 @@ class Rollouts:
                     await self._moved.wait()
                 nursery.cancel_scope.cancel()
 
-    async def cancel_on_stop(self, scope: trio.CancelScope, grace_s: float = 0.0) -> None:
-        """Cancel `scope` when this actor is to stop, `grace_s` later."""
-        await self.stopping.wait()
-        await trio.sleep(grace_s)
-        scope.cancel()
-
     def _move(self) -> None:
         self._moved.set()
         self._moved = trio.Event()
@@ -160,13 +140,13 @@ class Rollouts:
         while not self.stopping.is_set():
             room = self._config.groups_in_flight_max - len(self._held)
             if room <= 0 or self.outbox.full():
-                await self._unless_stopping(self._moved.wait)
+                await unless(self.stopping, self._moved.wait)
                 continue
             pause_s = self._pause_until_s - trio.current_time()
             if pause_s > 0:
                 await self._pause(pause_s)
                 continue
-            grants = await self._ask_leases(engine, room)
+            grants = await self._asker.ask(engine.info.cohort, room, self.stopping)
             self.learner_away = not grants and not self.stopping.is_set()
             leases = tuple(lease for grant in grants for lease in grant.leases)
             if self.stopping.is_set():
@@ -183,84 +163,6 @@ class Rollouts:
     async def _pause(self, seconds: float) -> None:
         with trio.move_on_after(seconds):
             await self.stopping.wait()
-
-    async def _unless_stopping(
-        self, wait: Callable[[], Awaitable[Result]], *, grace_s: float = 0.0
-    ) -> Result | None:
-        """What `wait` returns; None if this actor is to stop and `grace_s` did not suffice."""
-        result: Result | None = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.cancel_on_stop, nursery.cancel_scope, grace_s)
-            result = await wait()
-            nursery.cancel_scope.cancel()
-        return result
-
-    async def _ask_leases(self, engine: EnginePort, room: int) -> list[LeaseGrant]:
-        """What the learner grants; nothing where it does not answer or this actor is to stop."""
-        grants: list[LeaseGrant] = []
-        installed = await self._unless_stopping(self._weights.wait_installed)
-        if installed is not None:
-            ask = functools.partial(self._ask_for_newest, engine, room, installed, grants)
-            await self._unless_stopping(ask, grace_s=LAST_ASK_S)
-        return grants
-
-    async def _ask_for_newest(
-        self, engine: EnginePort, room: int, installed: ReadyVersion, grants: list[LeaseGrant]
-    ) -> None:
-        """Ask, and ask again whenever a newer version is installed before the answer.
-
-        The learner holds a question until there is a slot for its version, and the slots of an
-        old version get fewer with every step. It answers the older question of an actor as soon
-        as a newer one arrives, so no grant is ever dropped here.
-        """
-        open_asks = 0
-
-        async def ask(version: ReadyVersion) -> None:
-            nonlocal open_asks
-            open_asks += 1
-            reply = await self._ask_learner(engine, room, version)
-            if reply is not None:
-                grants.append(reply)
-            open_asks -= 1
-            if not open_asks:
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, installed)
-            while True:
-                installed = await self._weights.wait_newer(installed.version)
-                nursery.start_soon(ask, installed)
-
-    async def _ask_learner(
-        self, engine: EnginePort, room: int, installed: ReadyVersion
-    ) -> LeaseGrant | None:
-        request = LeaseRequest(
-            version=installed.version,
-            groups_max=min(room, limits.LEASES_PER_GRANT_MAX),
-            cohort=engine.info.cohort,
-            tokenizer_digest=installed.manifest.tokenizer_digest,
-            template_digest=installed.manifest.template_digest,
-            task_digest=installed.manifest.task.digest,
-            admission=self._admission,
-        )
-        try:
-            reply = await self._mesh.ask(self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S)
-        except PeerError as error:
-            self._judge_refusal(error)
-            return None
-        if not isinstance(reply, LeaseGrant):
-            log.warning("odd reply", peer=self._mesh.learner, reason=type(reply).__name__)
-            return None
-        return reply
-
-    def _judge_refusal(self, error: PeerError) -> None:
-        """A refusal that no waiting will change ends the actor; anything else is tried again."""
-        code = getattr(error, "code", "")
-        if code == "run-ended":
-            raise RunEnded
-        if code in ("not-admitted", "wrong-digests"):
-            raise UsageError(error.what, error.hint or "Ask whoever runs the learner.")
-        log.debug("no leases", reason=str(error))
 
     async def _work(self, engine: EnginePort, lease: Lease, run_seed: int) -> None:
         """One lease, from prompt to outbox. A prompt the engine cannot take is handed back.

@@ -176,7 +176,10 @@ class Learner:
         folder = self._checkpoints.folder_of(self._step)
         await self._trainer.save(folder, step=self._step)
         await trio.to_thread.run_sync(self._checkpoints.retire)
-        await self._desk.checkpointed(self._step)
+        # A damaged newest checkpoint sends a resume to the oldest one kept, so payloads that
+        # only the steps after that one consumed must stay.
+        kept = await trio.to_thread.run_sync(self._checkpoints.complete)
+        await self._desk.checkpointed(kept[0].step if kept else self._step)
         self._saved_step = self._step
 
     def _write_metrics(

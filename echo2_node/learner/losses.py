@@ -11,7 +11,6 @@ engine mismatch and the version lag together ("bypass" in peers' words).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
@@ -22,6 +21,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from echo2_mesh.errors import UsageError
+from echo2_node.learner.lossnames import check_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +70,9 @@ def make_loss(name: str, args: Mapping[str, float]) -> Loss:
         UsageError: unknown loss, unknown argument or a value out of bounds, each with what is
             known.
     """
-    kind = LOSSES.get(name)
-    if kind is None:
-        near = difflib.get_close_matches(name, LOSSES, n=1)
-        raise UsageError(
-            f"There is no loss '{name[:64]}'.",
-            (f"Did you mean '{near[0]}'? " if near else "") + f"Known: {', '.join(LOSSES)}.",
-        )
-    known = kind.__struct_fields__
-    for argument in args:
-        if argument not in known:
-            raise UsageError(
-                f"The loss '{name}' has no argument '{argument[:64]}'.",
-                f"Known here: {', '.join(known)}.",
-            )
+    check_loss(name, args)
     try:
-        loss: Loss = msgspec.convert(dict(args), kind)
+        loss: Loss = msgspec.convert(dict(args), LOSSES[name])
     except msgspec.ValidationError as error:
         problem, _, at = str(error).partition(" - at ")
         raise UsageError(

@@ -5,7 +5,6 @@ a folder on PYTHONPATH holds a `torch` that refuses. Exit codes: 2 the person's,
 """
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -272,22 +271,21 @@ def test_a_disk_too_small_for_the_first_version_is_told(tmp_path, run_file, disk
 
 
 @pytest.mark.root
-def test_a_disk_too_small_for_a_checkpoint_ends_the_run_which_can_be_resumed(tmp_path, disks):
-    with open_world(tmp_path / "world") as world:
-        state = disks(world.folder / "learner", 512 * 1024 * 1024)
-        (state / "checkpoints").mkdir()
-        disks(state / "checkpoints" / "small", 4096).rmdir if False else None
-        learner = world.learn("learner.checkpoint_every_steps=2", run={"steps": 4})
-        ballast = fill(state)
+@pytest.mark.parametrize(("part", "size_bytes"), [("chunks", 96 * 1024), ("checkpoints", 16384)])
+def test_a_disk_that_fills_up_ends_the_run_which_can_be_resumed(tmp_path, disks, part, size_bytes):
+    with open_world(tmp_path / "world") as world, contextlib.ExitStack() as stack:
+        stack.enter_context(small_disk(world.folder / "learner" / part, size_bytes))
+        learner = world.learn(run={"steps": 8}, learner={"checkpoint_every_steps": 2})
         world.join(learner, "actor")
         assert learner.wait_exit(90) == HOST
         text = learner.text()
         assert "Traceback" not in text
         assert "error: " in text
-        ballast.unlink()
+        assert "Free" in text
+        stack.close()
         learner = world.learn(resume=True)
-        assert learner.wait_exit(90) == 0
-        world.verify(learner)
+        assert learner.wait_exit(90) == 0, learner.last_words()
+        assert world.verify(learner)["steps"] == 8
 
 
 @pytest.mark.root
@@ -317,6 +315,7 @@ def test_an_actor_without_room_says_so_waits_and_goes_on(tmp_path, disks):
         state = disks(world.folder / "actor", 64 * 1024 * 1024)
         learner = world.learn(run={"steps": 100_000})
         other = world.join(learner, "other")
+        Identity.generate().save(state / "key")
         ballast = fill(state)
         actor = world.join(learner, "actor")
         world.until(
@@ -336,5 +335,4 @@ def test_an_actor_without_room_says_so_waits_and_goes_on(tmp_path, disks):
         fill(state)
         before = learner.step()
         world.until(lambda: learner.step() > before + 3, "more steps", alive=(learner, actor))
-        assert json.dumps(actor.status())
         assert "Traceback" not in actor.text()

@@ -185,7 +185,7 @@ def test_the_run_ends_well_and_its_books_add_up(story):
 
 
 def test_nothing_was_trained_beyond_the_staleness_limit(story):
-    assert 0 < story.books["consumed"]
+    assert story.books["consumed"] > 0
     assert story.books["staleness_steps_max"] <= LIMIT_STEPS
     oldest = [max(map(int, line["staleness_steps"])) for line in story.learner.metrics()]
     assert max(oldest) <= LIMIT_STEPS

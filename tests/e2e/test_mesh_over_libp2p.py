@@ -68,6 +68,7 @@ async def test_a_version_reaches_a_listener_and_a_dialler_and_a_new_learner_is_f
             await wait_until(lambda: len(learner.members()) == 2)
             await shy.say_goodbye("done")
             await wait_until(lambda: Standing.GONE in [m.standing for m in learner.members()])
+            await wait_until((tmp_path / "learner.json").exists)
         async with node(tmp_path, "learner", know=()) as learner:
             assert learner.addresses()
             await publish(learner, 1)

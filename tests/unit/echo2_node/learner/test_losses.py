@@ -3,6 +3,7 @@ import torch
 
 from echo2_mesh.errors import UsageError
 from echo2_node.learner.losses import LOSSES, Scale, TokenBatch, make_loss, metrics_of
+from echo2_node.learner.lossnames import LOSS_ARGUMENTS
 
 
 def tokens(new, old, advantages, sequence=None):
@@ -26,6 +27,10 @@ def test_an_unknown_loss_is_refused_with_the_known_ones():
         make_loss("dpo", {})
     assert "grpo" in refusal.value.hint
     assert "Did you mean" in refusal.value.hint
+
+
+def test_the_names_that_are_told_without_torch_are_those_that_exist():
+    assert {name: tuple(kind.__struct_fields__) for name, kind in LOSSES.items()} == LOSS_ARGUMENTS
 
 
 def test_an_unknown_argument_is_refused_with_the_known_ones():
