@@ -9,6 +9,7 @@ alone and no key server exists (libp2p spec `peer-ids`, Ed25519 rule).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from pathlib import Path
@@ -17,6 +18,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from echo2_mesh import limits
 from echo2_mesh.errors import LocalError, PeerError, UsageError
 from echo2_mesh.wire.types import NodeId
 
@@ -55,10 +57,16 @@ def public_key_of(node: NodeId) -> bytes:
 def verify(node: NodeId, message: bytes, signature: bytes) -> bool:
     """True if `signature` is `node`'s Ed25519 signature of `message`."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(node)).verify(signature, message)
+        _key_of(node).verify(signature, message)
     except (InvalidSignature, PeerError, ValueError):
         return False
     return True
+
+
+@functools.lru_cache(maxsize=limits.MEMBERS_MAX)
+def _key_of(node: NodeId) -> Ed25519PublicKey:
+    """Parsing a node id costs several signature checks; the same few nodes speak all the time."""
+    return Ed25519PublicKey.from_public_bytes(public_key_of(node))
 
 
 class Identity:

@@ -24,10 +24,15 @@ from echo2_mesh.identity import Identity
 from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
 from echo2_mesh.wire.messages import Goodbye
 from echo2_mesh.wire.ticket import RunTicket, admission_proof
-from echo2_mesh.wire.types import NodeId, Role
+from echo2_mesh.wire.types import Digest, NodeId, Role
 from echo2_node.actor.asking import RunEnded, cancel_on
 from echo2_node.actor.rollouts import Rollouts
-from echo2_node.actor.weights import Weights, open_codec, write_model_files
+from echo2_node.actor.weights import (
+    Weights,
+    check_first_version,
+    open_codec,
+    write_model_files,
+)
 from echo2_node.config import ActorConfig
 from echo2_node.engines.port import EnginePort
 from echo2_node.engines.process import open_engine
@@ -102,7 +107,13 @@ async def run_actor(
     )
     with as_one_error():
         async with open_mesh(settings, identity, store, carrier=carrier, rng=rng) as mesh:
-            actor = Actor(mesh, config=config, state_dir=state_dir, admission=proof)
+            actor = Actor(
+                mesh,
+                config=config,
+                state_dir=state_dir,
+                admission=proof,
+                first_manifest=ticket.manifest,
+            )
             if make_engine is not None:
                 actor.make_engine = make_engine
             return await actor.run(stop)
@@ -113,12 +124,19 @@ class Actor:
     """One actor's assembled parts; lives as long as its mesh."""
 
     def __init__(
-        self, mesh: Mesh, *, config: ActorConfig, state_dir: Path, admission: bytes
+        self,
+        mesh: Mesh,
+        *,
+        config: ActorConfig,
+        state_dir: Path,
+        admission: bytes,
+        first_manifest: Digest | None = None,
     ) -> None:
         self._mesh = mesh
         self._config = config
         self._state_dir = state_dir
         self._admission = admission
+        self._first_manifest = first_manifest
         self._metrics = MetricsFile(state_dir / "metrics.jsonl")
         self._reporter = Reporter(state_dir, role=Role.ACTOR.value, name=config.name)
         self._weights = Weights(mesh, self._metrics)
@@ -155,6 +173,7 @@ class Actor:
             nursery.start_soon(self._until_left, nursery.cancel_scope)
             self._state = "fetching"
             first = await self._weights.wait_first()
+            check_first_version(first, self._first_manifest)
             await self._weights.wait_whole(first)
             folder = self._state_dir / "model"
             await trio.to_thread.run_sync(

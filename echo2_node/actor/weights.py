@@ -50,6 +50,21 @@ def write_model_files(manifest: Manifest, store: ChunkStore, folder: Path) -> No
         ) from error
 
 
+def check_first_version(first: ReadyVersion, expected: Digest | None) -> None:
+    """Where this node sees the run's first version, it must be the one its ticket names.
+
+    Raises:
+        UsageError: the learner began the run with another model than the ticket's.
+    """
+    if expected is not None and first.version == 0 and first.manifest_ref.digest != expected:
+        raise UsageError(
+            f"The run '{first.manifest.run_id}' began with manifest "
+            f"{first.manifest_ref.digest.hex()[:8]}, the ticket names {expected.hex()[:8]}: "
+            "another model than you were invited to.",
+            "Ask whoever runs the learner for a new ticket.",
+        )
+
+
 def open_codec(manifest: Manifest, folder: Path) -> TokenCodec:
     """The tokenizer that travelled with the version, checked against the manifest's digests.
 
