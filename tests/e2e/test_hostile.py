@@ -1,4 +1,4 @@
-"""A hostile member against a real learner and a real actor, on loopback: refused, counted, harmless.
+"""A hostile member against a real learner and actor, on loopback: refused, counted, harmless.
 
 The attacker is a carrier and a mesh in this process with a key of its own; the victims are
 `echo2-node` processes that all tests share, so each attack meets a run that has survived the ones
@@ -31,6 +31,7 @@ from echo2_mesh.net.topics import topic_name, topics_of
 from echo2_mesh.wire.codec import Envelope, seal
 from echo2_mesh.wire.messages import (
     Announce,
+    BlobAsk,
     ChunkRef,
     Cohort,
     Goodbye,
@@ -40,7 +41,7 @@ from echo2_mesh.wire.messages import (
     TrajectoryHeader,
     VersionSpan,
 )
-from echo2_mesh.wire.ticket import read_ticket
+from echo2_mesh.wire.ticket import read_ticket, write_ticket
 from echo2_mesh.wire.types import ChunkKind, PolicyVersion, Reason, Role, StopReason
 from echo2_node.actor.trajectories import make_trajectory
 from echo2_node.engines.protocol import Generation
@@ -423,22 +424,31 @@ async def test_a_goodbye_in_the_learners_name_ends_nothing(victims, attacker):
 
 
 async def test_a_chunk_that_is_not_what_it_is_called_is_refused_and_fetched_elsewhere(
-    victims, attacker
+    victims, attacker, tmp_path
 ):
+    asked = 0
+
     async def lie(peer, request):
-        return HERE + os.urandom(64)
+        nonlocal asked
+        asked += 1
+        size_bytes = msgspec.msgpack.decode(request, type=BlobAsk).size_bytes
+        return HERE + os.urandom(size_bytes)
 
     attacker.carrier.serve(BLOB_PROTOCOL, lie, request_bytes_max=256)
-    async with counts(victims.actor, "bad_chunks"):
-        with trio.move_on_after(WAIT_S):
-            while not counted(victims.actor, "bad_chunks"):
-                # Whoever says that it has the newest version is asked for it.
-                newest = victims.learner.status()["version"]
-                attacker.mesh.set_state(version=PolicyVersion(newest))
-                await trio.sleep(0.2)
-    installed = victims.actor.status()["version"]
-    await until(lambda: victims.actor.status()["version"] > installed, "a newer version")
+    # A newcomer who knows the attacker from the start and still needs everything.
+    invitation = msgspec.structs.replace(
+        victims.ticket, addresses=(*attacker.mesh.addresses(), *victims.ticket.addresses)
+    )
+    (tmp_path / "ticket.txt").write_text(write_ticket(invitation))
+    newcomer = victims.world.join(
+        victims.learner, "newcomer", listen="", ticket=tmp_path / "ticket.txt"
+    )
+    await until(lambda: counted(newcomer, "bad_chunks"), "a bad chunk to be counted")
+    await until(lambda: newcomer.own_row().get("accepted"), "rollouts of the newcomer")
+    assert asked > 0
     await goes_on(victims)
+    newcomer.terminate()
+    assert await trio.to_thread.run_sync(newcomer.wait_exit) == 0
 
 
 def test_the_run_ends_cleanly_and_its_books_add_up(victims):

@@ -87,7 +87,7 @@ def port_of(carrier: Libp2pCarrier) -> int:
 
 async def wait_until(true: Callable[[], bool], timeout_s: float = 10) -> None:
     with trio.fail_after(timeout_s):
-        while not true():  # noqa: ASYNC110  the condition lives in the library
+        while not true():
             await trio.sleep(0.02)
 
 
@@ -451,7 +451,7 @@ async def test_mdns_finds_nodes_of_the_same_run_and_never_raises(opened: Open) -
     if not multicast_comes_back():
         return
     with trio.fail_after(20):
-        while dict(await seeker.find("r")).get(giver.node) != giver.addresses():  # noqa: ASYNC110
+        while dict(await seeker.find("r")).get(giver.node) != giver.addresses():
             await trio.sleep(0.1)
 
 

@@ -302,9 +302,10 @@ class World:
         fake: Mapping[str, Any] | None = None,
         prefix: Sequence[str] = (),
         options: Sequence[str] = (),
+        ticket: Path | None = None,
     ) -> Node:
         """An actor of `learner`'s run; returns at once. `listen=""`: it only dials out."""
-        ticket = learner.state_dir / "ticket.txt"
+        ticket = ticket or learner.state_dir / "ticket.txt"
         arguments = ["join", str(ticket), "--name", name, "--engine", engine, "--no-mdns"]
         arguments += ["--device", "cpu", "--threads", "1", "--listen", listen, *options]
         environment = {FAKE_VARIABLE: json.dumps({**FAKE, **(fake or {})})}

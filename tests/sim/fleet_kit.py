@@ -521,7 +521,7 @@ _SETTINGS = {
 
 
 def write_model(folder, alphabet):
-    """A model folder as far as a learner without torch looks: configuration, tokenizer, a tensor."""
+    """A model folder as far as a learner without torch looks into it."""
     folder.mkdir()
     for name, data in build_character_tokenizer(alphabet).items():
         (folder / name).write_bytes(data)

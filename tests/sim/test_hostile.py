@@ -35,7 +35,7 @@ NAN = np.full(1, np.nan, dtype="<f4").tobytes()
 
 
 class Hostile:
-    """A member of the mesh with a script instead of a daemon; hears all rollouts, as anybody can."""
+    """A member of the mesh with a script for a daemon; it hears all rollouts, as anybody can."""
 
     def __init__(self, world, mesh, identity):
         self.world = world

@@ -1,0 +1,129 @@
+"""A version is used only once it is proved, and a disk's damage is mended from the mesh."""
+
+import contextlib
+
+import pytest
+import trio
+
+from echo2_mesh.errors import LocalError, UsageError
+from echo2_node.actor.weights import Weights, blobs_of, open_codec, write_model_files
+from tests.actor_kit import Engine, Mesh, Metrics, publish
+
+
+@contextlib.asynccontextmanager
+async def following(tmp_path, *versions, **engine):
+    """Weights that follow on an engine; versions are handed over one by one by the test."""
+    mesh = Mesh(tmp_path)
+    weights = Weights(mesh, Metrics())
+    ready = [publish(mesh, tmp_path, version) for version in versions]
+    async with trio.open_nursery() as nursery:
+        port = Engine(mesh.store, **engine)
+        nursery.start_soon(weights.follow, port)
+        yield mesh, weights, ready, port
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_newest_version_is_installed_and_proved(autojump_clock, tmp_path):
+    async with following(tmp_path, 0, 1) as (mesh, weights, (zero, one), engine):
+        await mesh.send.send(zero)
+        assert (await weights.wait_installed()).version == 0
+        await mesh.send.send(one)
+        assert (await weights.wait_newer(0)).version == 1
+        assert engine.installed == [0, 1]
+
+
+async def test_an_engine_that_did_not_take_the_weights_leaves_nothing_installed(
+    autojump_clock, tmp_path
+):
+    async with following(tmp_path, 0, 1, probe_error=1.0) as (mesh, weights, (zero, _), engine):
+        await mesh.send.send(zero)
+        await trio.sleep(12)
+        assert weights.installed is None
+        assert "not what the learner published" in weights.last_error
+        assert engine.installed == [0, 0, 0], "tried again every five seconds"
+
+
+async def test_a_version_that_failed_is_overtaken_by_the_next_at_once(autojump_clock, tmp_path):
+    async with following(tmp_path, 0, 1) as (mesh, weights, (zero, one), engine):
+        damage(mesh, zero)
+        await mesh.send.send(zero)
+        await trio.sleep(0.01)
+        assert weights.installed is None
+        await mesh.send.send(one)
+        with trio.fail_after(1):
+            assert (await weights.wait_installed()).version == 1
+        assert weights.last_error == ""
+
+
+async def test_a_damaged_blob_is_dropped_and_fetched_again(autojump_clock, tmp_path):
+    async with following(tmp_path, 0) as (mesh, weights, (zero,), engine):
+        mesh.elsewhere = {zero.manifest.chunks[0].digest: damage(mesh, zero)}
+        await mesh.send.send(zero)
+        with trio.fail_after(6):
+            assert (await weights.wait_installed()).version == 0
+
+
+async def test_a_blob_that_nobody_has_is_asked_for_again_and_again(autojump_clock, tmp_path):
+    async with following(tmp_path, 0) as (mesh, weights, (zero,), engine):
+        good = damage(mesh, zero)
+        await mesh.send.send(zero)
+        await trio.sleep(30)
+        assert weights.installed is None
+        assert "Nobody has it" in weights.last_error
+        mesh.elsewhere = {zero.manifest.chunks[0].digest: good}
+        with trio.fail_after(6):
+            await weights.wait_installed()
+
+
+async def test_wait_whole_reads_everything_before_anybody_loads_it(autojump_clock, tmp_path):
+    mesh = Mesh(tmp_path)
+    weights = Weights(mesh, Metrics())
+    ready = publish(mesh, tmp_path, 0)
+    lost = ready.manifest.files[0].chunks[0]
+    good = mesh.store.read(lost.digest)
+    mesh.store.remove(lost.digest)
+    with trio.move_on_after(20) as waited:
+        await weights.wait_whole(ready)
+    assert waited.cancelled_caught
+    mesh.elsewhere = {lost.digest: good}
+    await weights.wait_whole(ready)
+    assert all(mesh.store.has(ref.digest) for ref in blobs_of(ready.manifest, ready.manifest_ref))
+
+
+async def test_a_dead_engine_ends_following_and_the_next_starts_with_the_newest_version(
+    autojump_clock, tmp_path
+):
+    mesh = Mesh(tmp_path)
+    weights = Weights(mesh, Metrics())
+    zero, one = publish(mesh, tmp_path, 0), publish(mesh, tmp_path, 1)
+    await mesh.send.send(zero)
+    dead = Engine(mesh.store)
+    dead.die()
+    with pytest.raises(LocalError, match="SIGKILL"):
+        await weights.follow(dead)
+    await mesh.send.send(one)
+    alive = Engine(mesh.store)
+    with trio.move_on_after(5):
+        await weights.follow(alive)
+    assert alive.installed == [1], "version 0 is not installed on the way"
+
+
+def test_model_files_are_written_and_the_tokenizer_is_checked(tmp_path):
+    mesh = Mesh(tmp_path)
+    ready = publish(mesh, tmp_path, 0)
+    folder = tmp_path / "model"
+    write_model_files(ready.manifest, mesh.store, folder)
+    assert open_codec(ready.manifest, folder).decode(
+        open_codec(ready.manifest, folder).encode_prompt("12=")
+    )
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    with pytest.raises(UsageError, match="not the one the learner signed"):
+        open_codec(ready.manifest, folder)
+
+
+def damage(mesh, ready):
+    """Flip a bit of the version's chunk on the disk; the good bytes."""
+    path = mesh.store.path(ready.manifest.chunks[0].digest)
+    good = path.read_bytes()
+    path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    return good
