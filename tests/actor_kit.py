@@ -117,6 +117,12 @@ class Mesh:
         return [header for batch in told for header in batch.headers]
 
 
+async def run_sync_inline(call, *arguments, **_):
+    """In place of `trio.to_thread.run_sync`: a virtual clock would run ahead of a thread."""
+    await trio.lowlevel.checkpoint()
+    return call(*arguments)
+
+
 class Metrics:
     """Keeps what a metrics file would."""
 
@@ -168,12 +174,15 @@ def publish(mesh, folder, version, *, weights=b"weights"):
 
 
 class Engine(FakeEnginePort):
-    """A fake whose probe is right only if the weights on the disk are."""
+    """A fake whose probe is right only if the weights on the disk are. `endless`: never stops."""
 
-    def __init__(self, store, **settings):
+    def __init__(self, store, *, endless=False, **settings):
+        if endless:
+            settings |= {"skill_start": 1.0, "skill_max": 1.0}
         super().__init__(
             lambda digest: read_manifest(store.folder, digest),
             FakeSettings(**{"step_s": 0.1, **settings}),
+            rule=(lambda _: (5,) * 4000) if endless else None,
         )
         self._store = store
         self.installed = []

@@ -221,6 +221,13 @@ class RolloutDesk:
         self, batch: Batch, *, step: int, version_before: PolicyVersion, skipped: bool
     ) -> None:
         """The batch was consumed by `step`: record it, once, durably."""
+        self.trained_nowait(batch, step=step, version_before=version_before, skipped=skipped)
+        await self.wait_recorded()
+
+    def trained_nowait(
+        self, batch: Batch, *, step: int, version_before: PolicyVersion, skipped: bool
+    ) -> None:
+        """Begin to record it; `next_batch` and `wait_recorded` wait until it is durable."""
         self._keeper.feed(
             events.Trained(
                 step=step,
@@ -231,6 +238,9 @@ class RolloutDesk:
         )
         for age in batch.staleness_steps:
             self._keeper.tallies.count_age(age)
+
+    async def wait_recorded(self) -> None:
+        """Everything decided so far is in the ledger, durably."""
         await self._journal.wait_written()
 
     async def published(self, version: PolicyVersion, manifest: Digest) -> None:

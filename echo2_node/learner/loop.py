@@ -20,7 +20,7 @@ from echo2_node.config import RunConfig
 from echo2_node.learner.checkpoints import Checkpoints
 from echo2_node.learner.desk import Batch, NoSignal, RolloutDesk
 from echo2_node.learner.place import Place
-from echo2_node.learner.port import StepReport, Trainer
+from echo2_node.learner.port import Exported, StepReport, Trainer
 from echo2_node.learner.publisher import Publisher
 from echo2_node.status import Reporter, tally_of
 from echo2_node.telemetry import MetricsFile
@@ -72,6 +72,8 @@ class Learner:
         self._reward: float | None = None
         self._stopping = False
         self._waiting: trio.CancelScope | None = None
+        self._announced = trio.Event()
+        self._announced.set()
 
     async def run(self, stop: trio.Event | None) -> str:
         """Train to the end, say goodbye, and say why it ended."""
@@ -86,7 +88,7 @@ class Learner:
             nursery.start_soon(self._wait_stop, stop)
             nursery.start_soon(self._report_for_ever)
             await nursery.start(self._desk.run)
-            why = await self._train()
+            why = await self._train(nursery)
             self._state = "ended" if why != STOPPED else "stopped"
             self._report()
             await self._desk.close(ended=why != STOPPED)
@@ -94,8 +96,8 @@ class Learner:
             nursery.cancel_scope.cancel()
         return why
 
-    async def _train(self) -> str:
-        await self._publish()
+    async def _train(self, nursery: trio.Nursery) -> str:
+        await self._publish(nursery)
         skipped_in_a_row = 0
         why = ALL_DONE
         while self._step < self._config.run.steps:
@@ -117,12 +119,13 @@ class Learner:
             skipped_in_a_row = skipped_in_a_row + 1 if report.skipped else 0
             before = self._version
             self._step += 1
-            await self._desk.trained(
+            # Written while the trainer exports; no later batch or checkpoint overtakes it.
+            self._desk.trained_nowait(
                 batch, step=self._step, version_before=before, skipped=report.skipped
             )
             if not report.skipped:
                 self._version = PolicyVersion(before + 1)
-            published_s = await self._publish_if_due(report)
+            published_s = await self._publish_if_due(nursery, report)
             await self._save_if_due()
             self._write_metrics(
                 batch,
@@ -140,6 +143,7 @@ class Learner:
                     "--resume.",
                 )
         await self._save()
+        await self._announced.wait()
         return why
 
     async def _next_batch(self) -> Batch | None:
@@ -151,18 +155,29 @@ class Learner:
             return await self._desk.next_batch(self._version)
         return None
 
-    async def _publish_if_due(self, report: StepReport) -> float:
+    async def _publish_if_due(self, nursery: trio.Nursery, report: StepReport) -> float:
         if report.skipped or self._version % self._config.staleness.kappa_steps != 0:
             return 0.0
-        return await self._publish()
+        return await self._publish(nursery)
 
-    async def _publish(self) -> float:
-        """Publish the current version; how long the trainer was busy with it, in seconds."""
+    async def _publish(self, nursery: trio.Nursery) -> float:
+        """Publish the current version; how long the trainer was busy with it, in seconds.
+
+        Signing and announcing need no trainer and go on beside the next step; at most one
+        announcement is under way, so versions are announced in order.
+        """
         self._state = "publishing"
         started_s = trio.current_time()
-        await self._publisher.publish(self._version)
-        self._report()
+        await self._announced.wait()
+        exported = await self._publisher.export(self._version)
+        self._announced = trio.Event()
+        nursery.start_soon(self._announce, exported)
         return trio.current_time() - started_s
+
+    async def _announce(self, exported: Exported) -> None:
+        await self._publisher.announce(exported)
+        self._announced.set()
+        self._report()
 
     async def _save_if_due(self) -> None:
         if self._step % self._config.learner.checkpoint_every_steps == 0:
@@ -173,6 +188,8 @@ class Learner:
         if self._step == self._saved_step:
             return
         self._state = "saving"
+        # A checkpoint of a step whose consumption is not recorded would train it again.
+        await self._desk.wait_recorded()
         folder = self._checkpoints.folder_of(self._step)
         await self._trainer.save(folder, step=self._step)
         await trio.to_thread.run_sync(self._checkpoints.retire)

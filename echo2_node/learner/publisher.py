@@ -20,7 +20,7 @@ from echo2_mesh.wire.ticket import RunTicket, write_ticket
 from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion
 from echo2_node.config import RunConfig
 from echo2_node.learner.place import Place
-from echo2_node.learner.port import Trainer
+from echo2_node.learner.port import Exported, Trainer
 from echo2_node.tasks.protocol import Task
 from echo2_node.tasks.registry import task_spec
 
@@ -58,7 +58,23 @@ class Publisher:
         Errors:
             LocalError: the trainer died or the disk is full.
         """
-        exported = await self._trainer.export(version)
+        return await self.announce(await self.export(version))
+
+    async def export(self, version: PolicyVersion) -> Exported:
+        """Have the trainer write `version` into the store; nobody hears of it yet.
+
+        Errors:
+            LocalError: the trainer died or the disk is full.
+        """
+        return await self._trainer.export(version)
+
+    async def announce(self, exported: Exported) -> ChunkRef:
+        """Sign, record and announce what was exported. Needs no trainer: it may train meanwhile.
+
+        Errors:
+            LocalError: the disk is full.
+        """
+        version = exported.version
         manifest = Manifest(
             run_id=self._mesh.run_id,
             version=version,

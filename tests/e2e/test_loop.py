@@ -6,7 +6,6 @@ are fakes but for one: the loop, its processes and its books are the subject.
 
 import contextlib
 import os
-import signal
 from types import SimpleNamespace
 
 import psutil
@@ -14,7 +13,7 @@ import pytest
 
 from tests.e2e.world import open_world
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LIMIT_STEPS = 2
 STEPS_AT_THE_END = 6
@@ -263,14 +262,16 @@ def test_an_actor_told_to_leave_hands_back_says_goodbye_and_exits_0(story):
         story.dialler.node,
     )
     assert open_leases == [(0,)]
+    # A killed learner may have granted what nobody ever heard; after its last return, no more.
     ways = dict(
         story.learner.query(
-            "SELECT how, count(*) FROM lease_ends JOIN leases USING (lease_id) "
-            "WHERE actor = ? GROUP BY 1",
+            "SELECT how, count(*) FROM lease_ends JOIN leases USING (lease_id) WHERE actor = ? "
+            "AND granted_unix_ms > (SELECT resumed_unix_ms FROM resumes WHERE resume = 3) "
+            "GROUP BY 1",
             story.dialler.node,
         )
     )
-    assert ways.get("actor_gone", 0) == 0, f"its leases were found orphaned: {ways}"
+    assert set(ways) <= {"completed", "returned", "group_dropped"}, f"orphaned leases: {ways}"
 
 
 def test_a_learner_told_to_stop_ends_after_its_step_and_can_be_resumed(story):
@@ -292,4 +293,3 @@ def test_nothing_of_the_run_is_left_running(story):
         if not zombie and any(names in word for word in process.info["cmdline"] or ()):
             left.append(process.info["cmdline"])
     assert left == []
-    assert signal.SIGKILL  # the killed ones were killed, not asked

@@ -39,7 +39,7 @@ FAKE = {"step_s": 0.01, "skill_start": 0.6}
 
 
 def write_small_model(
-    folder: Path, *, hidden: int = 32, layers: int = 1, seed: int = 0, alphabet: str = DIGITS
+    folder: Path, *, hidden: int = 32, layers: int = 1, alphabet: str = DIGITS
 ) -> Path:
     """A random Qwen3-architecture causal LM of a few thousand parameters, float32."""
     vocabulary, head, heads = len(alphabet) + 2, 8, max(1, hidden // 8)
@@ -61,7 +61,7 @@ def write_small_model(
         "rms_norm_eps": 1e-6,
         "dtype": "float32",
     }
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def matrix(*shape: int) -> Any:
         return (rng.standard_normal(shape) * 0.08).astype(np.float32)
@@ -244,10 +244,10 @@ class Node:
 class World:
     """A folder, a model in it, and the nodes of one run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **model: int) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.model = write_small_model(folder / "model")
+        self.model = write_small_model(folder / "model", **model)
         self.nodes: list[Node] = []
 
     def start(
@@ -359,9 +359,13 @@ def run_cli(
 
 
 @contextlib.contextmanager
-def open_world(folder: Path) -> Iterator[World]:
-    """A world whose processes are all gone when the block ends, however it ends."""
-    world = World(folder)
+def open_world(folder: Path, **model: int) -> Iterator[World]:
+    """A world whose processes are all gone when the block ends, however it ends.
+
+    Args:
+        model: `hidden` and `layers` of `write_small_model`.
+    """
+    world = World(folder, **model)
     try:
         yield world
     finally:

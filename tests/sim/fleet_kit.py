@@ -61,13 +61,15 @@ class Host:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.disk_s = 0.0
+        """How long a thread call takes."""
         self._kill: tuple[int, object] | None = None
 
     def kill_at(self, calls, kill) -> None:
         self._kill = (self.calls + calls, kill)
 
     async def run_sync(self, call, *arguments, **_):
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(self.disk_s)
         self.calls += 1
         try:
             return call(*arguments)

@@ -143,13 +143,15 @@ async def test_a_learner_cut_off_for_a_while_goes_on_when_it_is_back(
         await world.laws.check_end(world)
 
 
-@pytest.mark.parametrize("seed", seeds() * 2)
+@pytest.mark.parametrize("disk_s", [0.0, 0.2])
+@pytest.mark.parametrize("seed", seeds())
 async def test_a_killed_learner_resumes_where_its_books_say(
-    autojump_clock, tmp_path, monkeypatch, seed
+    autojump_clock, tmp_path, monkeypatch, seed, disk_s
 ):
     """Killed at whatever it is doing to its disk, again and again."""
-    chance = Random(f"{seed} {tmp_path.name}")
+    chance = Random(f"{seed} {disk_s}")
     async with open_world(tmp_path, monkeypatch, seed=seed, steps=10) as world:
+        world.host.disk_s = disk_s
         world.start_learner()
         for i in range(3):
             world.start_actor(f"actor-{i}")

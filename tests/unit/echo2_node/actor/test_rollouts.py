@@ -99,7 +99,7 @@ async def test_a_long_trajectory_waits_in_the_store_until_its_verdict(autojump_c
     actor = Actor(tmp_path)
     actor.mesh.verdict = Reason.STALE
     actor.mesh.grants = [(lease(1, actor.codec, indices=(0,), tokens_max=2000),)]
-    async with actor.generating(step_s=0.0, skill_start=0.0, skill_max=0.0):
+    async with actor.generating(step_s=0.0, endless=True):
         await trio.sleep(1.0)
         (header,) = actor.mesh.announced()
         assert header.inline is None
@@ -125,13 +125,14 @@ async def test_a_newer_version_is_asked_with_before_the_older_question_is_answer
     """Slots of an old version get fewer: a question must not wait on in its name."""
     actor = Actor(tmp_path)
     actor.mesh.hold_s = 100.0
-    async with actor.generating():
+    async with actor.generating() as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(actor.weights.follow, engine)
         await trio.sleep(1)
-        actor.weights.installed = publish(actor.mesh, tmp_path, 1)
-        actor.weights._changed.set()
+        await actor.mesh.send.send(publish(actor.mesh, tmp_path, 1))
         await trio.sleep(1)
         asked = [m.version for m in actor.mesh.asked if isinstance(m, LeaseRequest)]
         assert asked == [PolicyVersion(0), PolicyVersion(1)]
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_dead_engine_gives_its_leases_back_at_once(autojump_clock, tmp_path):
@@ -143,9 +144,9 @@ async def test_a_dead_engine_gives_its_leases_back_at_once(autojump_clock, tmp_p
         await trio.sleep(1.5)
         engine.die()
 
-    with pytest.raises(BaseExceptionGroup) as caught:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(kill)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kill)
+        with pytest.raises(BaseExceptionGroup) as caught:
             await actor.rollouts.generate_for_ever(engine)
     assert all(isinstance(error, LocalError) for error in leaves(caught.value))
     assert sorted(actor.mesh.returned()) == [f"{n:032x}" for n in (1, 2)]
@@ -156,7 +157,7 @@ async def test_on_stop_running_leases_finish_and_the_late_ones_go_back(autojump_
     actor = Actor(tmp_path)
     short = lease(1, actor.codec, tokens_max=2)
     actor.mesh.grants = [(short, lease(2, actor.codec, tokens_max=60))]
-    async with actor.generating(step_s=1.0, skill_start=0.0, skill_max=0.0):
+    async with actor.generating(step_s=1.0, endless=True):
         await trio.sleep(1)
         actor.rollouts.stopping.set()
         await trio.sleep(6)
@@ -260,7 +261,7 @@ async def test_a_prompt_that_the_engine_cannot_take_goes_back(autojump_clock, tm
 
 
 async def test_a_full_disk_pauses_the_leases_and_says_so(autojump_clock, tmp_path, monkeypatch):
-    actor = Actor(tmp_path)
+    actor = Actor(tmp_path, groups_in_flight_max=1)
     long = lease(1, actor.codec, indices=(0,), tokens_max=2000)
     actor.mesh.grants = [(long,), (lease(2, actor.codec),)]
 
@@ -268,7 +269,7 @@ async def test_a_full_disk_pauses_the_leases_and_says_so(autojump_clock, tmp_pat
         raise LocalError("The disk is full.")
 
     monkeypatch.setattr(actor.mesh.store, "add", full)
-    async with actor.generating(step_s=0.0, skill_start=0.0, skill_max=0.0):
+    async with actor.generating(step_s=0.0, endless=True):
         await trio.sleep(5)
         assert actor.rollouts.last_error == "The disk is full."
         assert actor.mesh.returned() == [long.lease_id]

@@ -48,6 +48,7 @@ async def test_a_version_that_failed_is_overtaken_by_the_next_at_once(autojump_c
         damage(mesh, zero)
         await mesh.send.send(zero)
         await trio.sleep(0.01)
+        assert engine.installed == [0]
         assert weights.installed is None
         await mesh.send.send(one)
         with trio.fail_after(1):
@@ -56,7 +57,7 @@ async def test_a_version_that_failed_is_overtaken_by_the_next_at_once(autojump_c
 
 
 async def test_a_damaged_blob_is_dropped_and_fetched_again(autojump_clock, tmp_path):
-    async with following(tmp_path, 0) as (mesh, weights, (zero,), engine):
+    async with following(tmp_path, 0) as (mesh, weights, (zero,), _):
         mesh.elsewhere = {zero.manifest.chunks[0].digest: damage(mesh, zero)}
         await mesh.send.send(zero)
         with trio.fail_after(6):
@@ -64,7 +65,7 @@ async def test_a_damaged_blob_is_dropped_and_fetched_again(autojump_clock, tmp_p
 
 
 async def test_a_blob_that_nobody_has_is_asked_for_again_and_again(autojump_clock, tmp_path):
-    async with following(tmp_path, 0) as (mesh, weights, (zero,), engine):
+    async with following(tmp_path, 0) as (mesh, weights, (zero,), _):
         good = damage(mesh, zero)
         await mesh.send.send(zero)
         await trio.sleep(30)
