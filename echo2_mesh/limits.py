@@ -20,6 +20,10 @@ GOSSIP_SIZE_BYTES_MAX = 128 * KIB
 """One gossip message, envelope included; py-libp2p drops above 1 MiB without a word."""
 INLINE_PAYLOAD_SIZE_BYTES_MAX = 8 * KIB
 """A trajectory up to this size rides inside its header; a larger one is pulled by digest."""
+HEARTBEAT_SIZE_BYTES_MAX = 8 * KIB
+"""One heartbeat, envelope included: every node keeps that of every other, to pass it on."""
+CAUGHT_UP_SIZE_BYTES_MAX = 512 * KIB
+"""Heartbeats in one answer to a late-comer."""
 ROLLOUT_BATCH_SIZE_BYTES_MAX = 96 * KIB
 """Payload of one gossiped batch of headers (several announcements are cheaper as one)."""
 ROLLOUT_BATCH_HEADERS_MAX = 256
@@ -86,6 +90,10 @@ KEPT_VERSIONS = 2
 
 assert INLINE_PAYLOAD_SIZE_BYTES_MAX < ROLLOUT_BATCH_SIZE_BYTES_MAX
 assert ROLLOUT_BATCH_SIZE_BYTES_MAX + ENVELOPE_OVERHEAD_BYTES_MAX < GOSSIP_SIZE_BYTES_MAX
+assert (
+    CAUGHT_UP_SIZE_BYTES_MAX + 2 * HEARTBEAT_SIZE_BYTES_MAX + GOSSIP_SIZE_BYTES_MAX
+    < ASK_SIZE_BYTES_MAX
+)
 assert GOSSIP_SIZE_BYTES_MAX < 1 * MIB, "py-libp2p's outbound queue drops RPCs above 1 MiB"
 assert CHUNK_SIZE_BYTES_DEFAULT <= CHUNK_SIZE_BYTES_MAX
 assert (ADDRESSES_MAX * ADDRESS_CHARACTERS_MAX + 512) * 8 // 5 < TICKET_CHARACTERS_MAX

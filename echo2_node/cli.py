@@ -47,7 +47,7 @@ errors = Console(stderr=True)
 def main() -> None:
     """Run the command and turn deliberate errors into a paragraph and an exit code."""
     try:
-        app()
+        app(prog_name="echo2-node")
     except Echo2Error as error:
         show_error(error)
         sys.exit(error.exit_code)
@@ -95,7 +95,10 @@ def learn(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that win over the file."),
+        typer.Argument(
+            metavar="[SECTION.KEY=VALUE]...",
+            help="Settings that win over the file, e.g. run.steps=50 learner.lr=1e-5.",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
@@ -145,7 +148,8 @@ def join(
         typer.Argument(
             metavar="TICKET",
             envvar="ECHO2_TICKET",
-            help="The word that the learner printed, or a file that holds it.",
+            help="The word that `echo2-node ticket` prints on the learner's host, or a file "
+            "that holds it.",
         ),
     ],
     name: Annotated[str, typer.Option(help="What others' tables call this node.")] = "",
@@ -217,7 +221,7 @@ def _ticket_text(text: str) -> str:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"The ticket file {path} cannot be read: {error}.",
+                f"The ticket file {path} cannot be read: {getattr(error, 'strerror', error)}.",
                 "Name the learner's ticket.txt, or paste the ticket itself.",
             ) from error
     return text
@@ -308,21 +312,26 @@ def _print_status_json(run: str | None, state_dir: Path | None) -> None:
 @app.command()
 def demo(
     steps: Annotated[
-        int | None, typer.Option(min=5, help="Training steps.", show_default=False)
+        int | None, typer.Option(min=5, help="Training steps.", show_default="the task's")
     ] = None,
     actors: Annotated[
         int, typer.Option(min=1, max=64, help="Actors at the start; one more joins late.")
     ] = 3,
     task: Annotated[str, typer.Option(help="sort_digits or countdown.")] = "sort_digits",
     loss: Annotated[
-        str | None, typer.Option(help="grpo, dapo or dppo.", show_default=False)
+        str | None, typer.Option(help="grpo, dapo or dppo.", show_default="the task's")
     ] = None,
     staleness: Annotated[
-        int | None, typer.Option(min=0, help="S, in training steps.", show_default=False)
+        int | None,
+        typer.Option(
+            min=0,
+            help="S: the most steps old that a trained rollout may be.",
+            show_default="the task's",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides the prompts and the sampling.")] = 0,
     chaos: Annotated[
-        bool, typer.Option("--chaos/--no-chaos", help="Kill one actor, let another join late.")
+        bool, typer.Option("--chaos/--no-chaos", help="Kill one actor; let another join late.")
     ] = True,
     json_file: Annotated[
         Path | None,

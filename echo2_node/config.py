@@ -167,7 +167,7 @@ def load_run(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
             f"There is no run file at {path}.", "Examples to start from lie in `runs/`."
         ) from error
     except OSError as error:
-        raise UsageError(f"The run file {path} cannot be read: {error}.") from error
+        raise UsageError(f"The run file {path} cannot be read: {error.strerror}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} is not TOML: {error}.", "Mend that line and try again."
@@ -187,7 +187,7 @@ def load_run(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     return config
 
 
-_EVERY_SETTING = "`runs/README.md` lists every setting with its meaning and bounds."
+_EVERY_SETTING = "`echo2_node/config.py` has every setting with its bounds and default."
 
 
 def convert(data: object, kind: type[Any], *, where: str, hint: str = _EVERY_SETTING) -> Any:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from echo2_node.config import ActorConfig, RunConfig
 
 REDRAW_INTERVAL_S = 0.5
+WIDE_COLUMNS = 120
+"""From this width on there is room for the run's name and a bar."""
 
 
 class Interrupted(Echo2Error):
@@ -119,16 +121,16 @@ async def _with_progress(work: Callable[[], Awaitable[str]], status_path: Path) 
 
 async def _show_progress(console: Console, status_path: Path) -> None:
     """Redraw from the status document; log lines of the daemon scroll above."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
-    columns = (
-        TextColumn("[bold]{task.fields[run]}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
+    columns: tuple[ProgressColumn, ...] = (
+        TextColumn("{task.fields[far]}"),
         TextColumn("{task.fields[facts]}"),
     )
+    if console.width >= WIDE_COLUMNS:
+        columns = (TextColumn("[bold]{task.fields[run]}"), BarColumn(bar_width=20), *columns)
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        row = progress.add_task("", total=None, run="starting", facts="")
+        row = progress.add_task("", total=None, run="", far="", facts="starting")
         while True:
             with contextlib.suppress(LocalError):
                 snapshot = read_snapshot(status_path)
@@ -145,8 +147,16 @@ def _update(progress: Progress, row: object, snapshot: Snapshot) -> None:
         completed=done,
         total=total,
         run=snapshot.run_id,
+        far=_far(snapshot.role, done, total),
         facts=facts,
     )
+
+
+def _far(role: str, done: int, total: int | None) -> str:
+    """Steps of a learner, the percentage of an actor's fetch while there is one."""
+    if role == "learner":
+        return f"step {done}/{total or '?'}"
+    return f"{done / total:.0%} fetched" if total and done < total else ""
 
 
 def facts_of(snapshot: Snapshot) -> tuple[str, int, int | None]:
@@ -159,7 +169,7 @@ def facts_of(snapshot: Snapshot) -> tuple[str, int, int | None]:
         words.append(f"version {snapshot.version}")
     if snapshot.role == "learner":
         actors = [m for m in others if m.role == "actor"]
-        words.append(f"{len(actors)} actors")
+        words.append(f"{len(actors)} actor{'' if len(actors) == 1 else 's'}")
         words.append(f"{sum(m.tokens_per_s for m in actors):,.0f} tokens/s")
         return ", ".join(words), snapshot.step, snapshot.steps or None
     own = next((m for m in snapshot.members if m.node == snapshot.node), None)

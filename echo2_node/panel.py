@@ -6,9 +6,12 @@ Called by the command line and by the demo.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
+import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +21,8 @@ from echo2_node.telemetry import short_id
 
 CELL_CHARACTERS_MAX = 48
 ERROR_CHARACTERS_MAX = 400
+WIDTH_COLUMNS_MAX = 1000
+"""Wider than any table: what it would take if it could."""
 
 
 def render(sighting: Sighting) -> RenderableType:
@@ -25,7 +30,7 @@ def render(sighting: Sighting) -> RenderableType:
     snapshot = sighting.snapshot
     parts: list[RenderableType] = [_headline(sighting)]
     if snapshot.members:
-        parts.append(_table(snapshot.members))
+        parts.append(_MeshTable(_shown_members(sighting)))
     if snapshot.refusals:
         refusals = sorted(snapshot.refusals.items(), key=lambda pair: -pair[1])
         words = ", ".join(f"{reason} {count}" for reason, count in refusals)
@@ -59,11 +64,64 @@ def _headline(sighting: Sighting) -> Text:
         words.append(f"reward {snapshot.reward_last:.3f}")
     if snapshot.groups_alive_max:
         words.append(f"groups {snapshot.groups_alive}/{snapshot.groups_alive_max}")
+    if sighting.process != "running":
+        written = datetime.fromtimestamp(snapshot.updated_unix_ms / 1000)
+        words.append(f"as of {written:%Y-%m-%d %H:%M:%S}")
     line.append("".join(f"  {word}" for word in words), style="not bold")
     return line
 
 
-def _table(members: Sequence[MemberRow]) -> Table:
+def _shown_members(sighting: Sighting) -> Sequence[MemberRow]:
+    """Of a process that is gone the last state of its own row is no news."""
+    own = sighting.snapshot.node
+    return [
+        msgspec.structs.replace(row, state=sighting.state) if row.node == own else row
+        for row in sighting.snapshot.members
+    ]
+
+
+class _MeshTable:
+    """The table with every column where it fits on the terminal, a narrower one elsewhere."""
+
+    def __init__(self, members: Sequence[MemberRow]) -> None:
+        self._members = sorted(members, key=_order)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, _wide_table(self._members))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = _wide_table(self._members)
+        unbounded = options.update_width(WIDTH_COLUMNS_MAX)
+        fits = Measurement.get(console, unbounded, wide).maximum <= options.max_width
+        yield wide if fits else _narrow_table(self._members)
+
+
+def _narrow_table(members: Sequence[MemberRow]) -> Table:
+    """For 80 columns: the learner is the first row, reasons stand below, a fetch in the state."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("node", "state"):
+        table.add_column(title, no_wrap=True)
+    for title in ("version", "lag", "tok/s", "accepted", "refused", "seen"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for member in members:
+        state = _state(member).partition(" for ")[0]
+        if state == "fetching" and member.fetch_bytes:
+            state += f" {member.fetched_bytes / member.fetch_bytes:.0%}"
+        cells = (
+            member.name or short_id(member.node),
+            state,
+            _or_dash(member.version),
+            _or_dash(member.lag),
+            f"{member.tokens_per_s:,.0f}",
+            str(member.accepted),
+            str(member.refused),
+            f"{member.seen_s_ago:.0f} s",
+        )
+        table.add_row(*(_plain(cell) for cell in cells), style=_style(member))
+    return table
+
+
+def _wide_table(members: Sequence[MemberRow]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("node", "role", "state"):
         table.add_column(title)
@@ -72,12 +130,11 @@ def _table(members: Sequence[MemberRow]) -> Table:
     for title in ("commonest reason", "weights"):
         table.add_column(title)
     table.add_column("seen", justify="right")
-    for member in sorted(members, key=_order):
-        style = {"suspect": "yellow", "gone": "dim"}.get(member.standing, "")
+    for member in members:
         cells = (
             member.name or short_id(member.node),
             member.role,
-            member.state if member.standing == "up" else member.standing,
+            _state(member),
             _or_dash(member.version),
             _or_dash(member.lag),
             f"{member.tokens_per_s:,.0f}",
@@ -87,8 +144,16 @@ def _table(members: Sequence[MemberRow]) -> Table:
             _progress(member),
             f"{member.seen_s_ago:.0f} s",
         )
-        table.add_row(*(_plain(cell) for cell in cells), style=style)
+        table.add_row(*(_plain(cell) for cell in cells), style=_style(member))
     return table
+
+
+def _state(member: MemberRow) -> str:
+    return member.state if member.standing == "up" else member.standing
+
+
+def _style(member: MemberRow) -> str:
+    return {"suspect": "yellow", "gone": "dim"}.get(member.standing, "")
 
 
 def _order(member: MemberRow) -> tuple[bool, int, str]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 STATUS_FILE = "status.json"
 STATUS_SIZE_BYTES_MAX = 16 * 1024 * 1024
+MEMBERS_SHOWN_MAX = 512
+"""Of a larger mesh: those that work for this node and its neighbours first."""
 
 
 class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +134,11 @@ class Reporter:
         """
         now_unix_ms = _now_unix_ms()
         tallies = tallies or {}
-        heard = [(m.node, m.heartbeat, m.standing.value, m.seen_s_ago) for m in mesh.members()]
+        ranked = sorted(
+            mesh.members(),
+            key=lambda m: (m.node not in tallies, not m.connected, m.standing.value != "up"),
+        )[:MEMBERS_SHOWN_MAX]
+        heard = [(m.node, m.heartbeat, m.standing.value, m.seen_s_ago) for m in ranked]
         heard.insert(0, (mesh.node, mesh.heartbeat(), "up", 0.0))
         newest = max(beat.version or 0 for _, beat, _, _ in heard)
         for name in ("refusals", "staleness_histogram"):
@@ -163,6 +169,9 @@ class Reporter:
             ),
             **fields,
         )
+        shown = {node for node, _, _, _ in heard}
+        for node in self._joined_unix_ms.keys() - shown:
+            del self._joined_unix_ms[node]
         write_snapshot(self._path, snapshot)
         return snapshot
 

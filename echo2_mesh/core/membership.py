@@ -44,6 +44,7 @@ DIAL_LEARNER_LONGEST_S = 5.0
 FORGET_AFTER_S = 600.0
 CONTACT_FAILURES_MAX = 6
 """Failed dials after which an address that no heartbeat ever confirmed is dropped."""
+_SIGNED_ADDRESSES_KEPT = limits.ADDRESSES_MAX // 2
 _SWEEP = "sweep"
 
 
@@ -135,10 +136,20 @@ class Membership:
         return record is not None and record.raw == raw
 
     def raw_heartbeats(self, count_max: int) -> tuple[bytes, ...]:
-        """Envelopes of members that are up, the most recently heard first."""
+        """Envelopes of members that are up: the learner's, then the most recently heard ones.
+
+        They fit a reply, however long some are.
+        """
         live = [r for r in self._records.values() if r.standing is Standing.UP and r.raw]
-        live.sort(key=lambda r: -r.heard_s)
-        return tuple(r.raw for r in live[:count_max])
+        live.sort(key=lambda r: (r.node != self._learner, -r.heard_s))
+        chosen: list[bytes] = []
+        size_bytes = 0
+        for record in live[:count_max]:
+            size_bytes += len(record.raw)
+            if size_bytes > limits.CAUGHT_UP_SIZE_BYTES_MAX:
+                break
+            chosen.append(record.raw)
+        return tuple(chosen)
 
     def contacts(self, count_max: int) -> dict[NodeId, tuple[str, ...]]:
         """Dialable members worth remembering over a restart, the liveliest first."""
@@ -182,27 +193,34 @@ class Membership:
         self._check(effects)
         return tuple(effects)
 
-    def _record(self, node: NodeId, now_s: float) -> _Record | None:
-        """The record of `node`, made if there is room; None for ourselves or in a full table."""
+    def _record(self, node: NodeId, now_s: float, *, here: bool = False) -> _Record | None:
+        """The record of `node`, made if there is room; None for ourselves or in a full table.
+
+        Args:
+            here: there is a connection to it. Those are few, heartbeats cost nothing to invent.
+        """
         if node == self._node:
             return None
         record = self._records.get(node)
         if record is not None:
             return record
-        if len(self._records) >= self._members_max and not self._make_room(node):
+        if len(self._records) >= self._members_max and not self._make_room(node, here):
             return None
         record = self._records[node] = _Record(node, now_s)
         return record
 
-    def _make_room(self, node: NodeId) -> bool:
-        """Drop the longest silent of those that are lost; for the learner, of all that are idle."""
+    def _make_room(self, node: NodeId, here: bool) -> bool:
+        """Drop the longest silent of those that are lost.
+
+        For the learner, and for who is `here`: of all that are idle.
+        """
         idle = [
             record
             for record in self._records.values()
             if not (record.connected or record.dialling or record.node == self._learner)
         ]
         lost = [r for r in idle if r.standing is Standing.GONE or r.heartbeat is None]
-        if node == self._learner:
+        if here or node == self._learner:
             lost = lost or idle
         if lost:
             self._drop(min(lost, key=lambda record: record.heard_s))
@@ -250,13 +268,17 @@ class Membership:
             return
         fresh = tuple(a for a in event.addresses if a not in record.addresses)
         if fresh:
-            # New places first: after a restart on another port the old ones lead nowhere.
-            record.addresses = (fresh + record.addresses)[: limits.ADDRESSES_MAX]
+            # New places first: after a restart on another port the old ones lead nowhere. But what
+            # the node signed itself is never crowded out by what somebody says of it.
+            beat = record.heartbeat
+            signed = beat.addresses[:_SIGNED_ADDRESSES_KEPT] if beat is not None else ()
+            hearsay = tuple(a for a in fresh + record.addresses if a not in signed)
+            record.addresses = (hearsay[:1] + signed + hearsay[1:])[: limits.ADDRESSES_MAX]
             record.failures = 0
             record.dial_after_s = now_s
 
     def _connected(self, node: NodeId, now_s: float, effects: list[MembershipEffect]) -> None:
-        record = self._record(node, now_s)
+        record = self._record(node, now_s, here=True)
         if record is None:
             return
         record.dialling = False

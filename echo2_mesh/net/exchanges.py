@@ -92,9 +92,9 @@ class Exchanges:
 
         async def handle(stream: Any) -> None:
             node = NodeId(str(stream.muxed_conn.peer_id))
-            if (
-                serving.total() >= limits.INBOUND_ASKS_MAX
-                or serving[node] >= limits.INBOUND_ASKS_PER_PEER_MAX
+            # One at a time is everybody's, however many others ask: connections are bounded.
+            if serving[node] >= limits.INBOUND_ASKS_PER_PEER_MAX or (
+                serving.total() >= limits.INBOUND_ASKS_MAX and serving[node] > 0
             ):
                 self._counters["exchanges_refused_busy"] += 1
                 await self._refuse(stream, streams.Refusal.BUSY)

@@ -279,6 +279,8 @@ class Joining:
     async def _hear_heartbeat(self, opened: Opened) -> None:
         message = opened.message
         assert isinstance(message, Heartbeat)
+        if len(opened.raw) > limits.HEARTBEAT_SIZE_BYTES_MAX:
+            raise PeerError(f"A heartbeat of {len(opened.raw)} bytes from {opened.sender[-8:]}.")
         await self._driver.post(
             HeartbeatHeard(node=opened.sender, heartbeat=message, raw=opened.raw)
         )

@@ -21,7 +21,7 @@ import trio
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import LocalError
 from echo2_mesh.identity import Identity
-from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
+from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, ReadyVersion, open_mesh
 from echo2_mesh.wire.messages import Goodbye
 from echo2_mesh.wire.ticket import RunTicket, admission_proof
 from echo2_mesh.wire.types import Digest, NodeId, Role
@@ -49,6 +49,8 @@ ENGINE_HEALTHY_S = 120.0
 """An engine that lived this long does not count as failing at once."""
 ENGINE_FAILURES_MAX = 5
 REPORT_INTERVAL_S = 1.0
+LEARNER_SILENT_S = 15.0
+"""A person who waits this long for a first version is told what to look at."""
 RUN_ENDED = "run ended"
 """The learner's goodbye when nothing more is to be done."""
 
@@ -172,7 +174,7 @@ class Actor:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_left, nursery.cancel_scope)
             self._state = "fetching"
-            first = await self._weights.wait_first()
+            first = await self._wait_first()
             check_first_version(first, self._first_manifest)
             await self._weights.wait_whole(first)
             folder = self._state_dir / "model"
@@ -190,6 +192,18 @@ class Actor:
             nursery.start_soon(self._rollouts.announce_for_ever)
             await self._keep_engine(folder, self._rollouts)
             nursery.cancel_scope.cancel()
+
+    async def _wait_first(self) -> ReadyVersion:
+        """The first version; whoever waits long for it is told why nothing happens."""
+        log.info("joining", run=self._mesh.run_id, node=self._mesh.node)
+        with trio.move_on_after(LEARNER_SILENT_S):
+            return await self._weights.wait_first()
+        log.warning(
+            "nothing from the learner yet",
+            run=self._mesh.run_id,
+            hint="Is it running, and can this host reach the addresses in the ticket?",
+        )
+        return await self._weights.wait_first()
 
     async def _until_left(self, scope: trio.CancelScope) -> None:
         """Leaving before there is anything to hand back, or to anybody, needs no ceremony."""
@@ -226,6 +240,7 @@ class Actor:
 
     async def _with_engine(self, folder: Path, rollouts: Rollouts) -> None:
         self._state = "loading engine"
+        log.info("loading engine", engine=self._config.engine)
         async with self.make_engine(folder, self._mesh.store.folder) as engine:
             self._engine = engine
             self._mesh.set_state(cohort=engine.info.cohort)
@@ -237,15 +252,24 @@ class Actor:
                     await self._weights.wait_installed()
                 if not waiting.cancelled_caught:
                     self._state = "generating"
+                    log.info("generating")
                     await rollouts.generate_for_ever(engine)
                 nursery.cancel_scope.cancel()
 
     async def _hear_goodbye(self, sender: NodeId, goodbye: Goodbye) -> None:
-        if sender == self._mesh.learner and goodbye.why == RUN_ENDED:
+        # Anybody can repeat the goodbye of an earlier life: the run may have been resumed since.
+        lives = [
+            member.heartbeat.incarnation_unix_ms
+            for member in self._mesh.members()
+            if member.node == self._mesh.learner
+        ]
+        of_now = bool(lives) and goodbye.incarnation_unix_ms >= max(lives)
+        if sender == self._mesh.learner and goodbye.why == RUN_ENDED and of_now:
             self._end_run()
 
     def _end_run(self) -> None:
-        log.info("run ended", run=self._mesh.run_id)
+        if self._why != RUN_ENDED:
+            log.info("run ended", run=self._mesh.run_id)
         self._why = RUN_ENDED
         if self._rollouts is not None:
             self._rollouts.run_ended = True

@@ -25,6 +25,7 @@ from echo2_node.demo.fleet import Fleet, Process, ending_like_ctrl_c, open_fleet
 from echo2_node.demo.progress import Progress
 from echo2_node.demo.summary import Part, Seconds, Summary, draw, reward_curve, reward_of
 from echo2_node.demo.warmup import starting_model
+from echo2_node.learner.lossnames import check_loss
 from echo2_node.status import STATUS_FILE, Snapshot, read_snapshot
 from echo2_node.telemetry import read_metrics
 
@@ -63,6 +64,8 @@ def run_demo(wishes: Wishes, *, console: Console) -> Summary:
     if not 1 <= wishes.actors <= ACTORS_MAX:
         raise UsageError(f"{wishes.actors} actors; the demo runs 1 to {ACTORS_MAX}.")
     template = _run_file(wishes.task)
+    if wishes.loss is not None:
+        check_loss(wishes.loss, ())
     with (
         ending_like_ctrl_c(),
         _folder(keep=wishes.keep) as folder,

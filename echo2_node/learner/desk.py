@@ -8,6 +8,7 @@ decides nothing itself: the clerk decides, the ledger remembers. `learner.daemon
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,11 +51,14 @@ log = structlog.get_logger()
 
 GOSSIP_BATCHES_MAX = 128
 """Announcements waiting for intake; more are dropped, actors announce again."""
-INTAKE_TASKS = 4
+INTAKE_TASKS = 96
+INTAKE_PER_ACTOR_MAX = 24
+"""Announcements of one actor at once: its payloads that never come block nobody else's."""
 ANSWER_TIMEOUT_S = 12.0
 """An announcement made as a question is answered by then, with the verdicts that exist."""
 GONE_CHECK_INTERVAL_S = 1.0
 FLUSH_TIMEOUT_S = 10.0
+_STRAY = (Reason.UNKNOWN_LEASE, Reason.WRONG_ACTOR)
 
 assert ANSWER_TIMEOUT_S < limits.ASK_TIMEOUT_S
 
@@ -178,6 +182,7 @@ class RolloutDesk:
             lambda node, verdicts, timeout_s: mesh.ask(node, verdicts, timeout_s=timeout_s)
         )
         self._announced: trio.MemorySendChannel[tuple[NodeId, RolloutBatch]] | None = None
+        self._in_intake: Counter[NodeId] = Counter()
         self._incarnations: dict[NodeId, int] = {}
         """Of actors with leases: the life in which they last asked for some."""
 
@@ -354,15 +359,23 @@ class RolloutDesk:
         if self._announced is None:
             return
         try:
+            if self._in_intake[actor] >= INTAKE_PER_ACTOR_MAX:
+                raise trio.WouldBlock
             self._announced.send_nowait((actor, message))
-        except trio.WouldBlock:
+            self._in_intake[actor] += 1
+        except (trio.WouldBlock, trio.ClosedResourceError, trio.BrokenResourceError):
             self._keeper.tallies.announcements_dropped += 1
 
     async def _take_announcements(
         self, announcements: trio.MemoryReceiveChannel[tuple[NodeId, RolloutBatch]]
     ) -> None:
         async for actor, message in announcements:
-            self._acks.add(actor, await self._intake.judge(actor, message.headers))
+            notes: tuple[VerdictNote, ...] = ()
+            with trio.move_on_after(ANSWER_TIMEOUT_S):
+                notes = await self._intake.judge(actor, message.headers)
+            self._in_intake -= Counter((actor,))
+            # Strangers are not looked for to be told: who asks directly is answered directly.
+            self._acks.add(actor, [note for note in notes if note.verdict not in _STRAY])
 
     async def _watch_members(self) -> None:
         """Leases of actors that are gone for good need not run to their end."""

@@ -17,7 +17,7 @@ from echo2_node.scheduler.records import Record
 
 STRAY_ACTORS_MAX = 1024
 """Strangers counted by name; further ones are counted together."""
-_OTHERS = "others"
+OTHERS = "others"
 
 
 def write(
@@ -100,7 +100,7 @@ def _write_stray(sql: sqlite3.Connection, fact: records.StrayRefused) -> None:
     known, actors = sql.execute(
         "SELECT coalesce(sum(actor = ?), 0), count(DISTINCT actor) FROM strays", (fact.actor,)
     ).fetchone()
-    name = fact.actor if known or actors < STRAY_ACTORS_MAX else _OTHERS
+    name = fact.actor if known or actors < STRAY_ACTORS_MAX else OTHERS
     sql.execute(
         "INSERT INTO strays VALUES (?, ?, 1) "
         "ON CONFLICT (actor, reason) DO UPDATE SET times = times + 1",

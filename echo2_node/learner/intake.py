@@ -34,13 +34,17 @@ from echo2_node.scheduler.records import OpenLease
 log = structlog.get_logger()
 
 REWARD_TOLERANCE = 1e-6
-PULLS_MAX = 8
+PULLS_MAX = 32
 """Payloads fetched at once."""
+PULLS_PER_ACTOR_MAX = 4
+"""Of one actor: who announces and does not deliver keeps nobody else waiting."""
 PULL_TIMEOUT_S = 10.0
 THREADS = 2
 """Examinations at once."""
 BUSY_MAX = 8192
 """Trajectories in examination at once; more are left unanswered and come again."""
+STRAYS_PER_MESSAGE_MAX = 16
+"""Refusals recorded for one message about leases that are not its sender's; the rest is ignored."""
 PAYLOAD_OVERHEAD_BYTES = 64 * limits.KIB
 """What an envelope may hold beside 9 bytes a token: segments, metrics, digests."""
 
@@ -93,6 +97,7 @@ class Intake:
         self._eos_ids = eos_ids
         self._threads = Threads(THREADS, inline=inline_work)
         self._pulls = trio.CapacityLimiter(PULLS_MAX)
+        self._pulls_of: dict[NodeId, trio.CapacityLimiter] = {}
         self._busy: set[tuple[str, int]] = set()
 
     async def judge(
@@ -101,21 +106,38 @@ class Intake:
         """Verdicts on `headers`, recorded. Headers that could not be judged now have none."""
         await self._journal.wait_room()
         notes: list[VerdictNote] = []
-        fresh = [header for header in headers if self._claim(header)]
-        try:
-            small = [header for header in fresh if header.inline is not None]
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._judge_inline, sender, small, notes)
-                for header in fresh:
-                    if header.inline is None:
-                        nursery.start_soon(self._judge_pulled, sender, header, notes)
-        finally:
-            self._busy.difference_update((header.lease_id, header.index) for header in fresh)
+        mine = await self._sift(sender, headers)
+        async with trio.open_nursery() as nursery:
+            small = [header for header in mine if header.inline is not None]
+            nursery.start_soon(self._judge_inline, sender, small, notes)
+            for header in mine:
+                if header.inline is None:
+                    nursery.start_soon(self._judge_pulled, sender, header, notes)
         await self._journal.wait_written()
         return tuple(notes)
 
+    async def _sift(
+        self, sender: NodeId, headers: Sequence[TrajectoryHeader]
+    ) -> list[TrajectoryHeader]:
+        """The headers of the sender's own leases, and a few of the others: each costs a record."""
+        mine: list[TrajectoryHeader] = []
+        strays = 0
+        for header in headers:
+            held = self._clerk.book.find(header.lease_id)
+            if held is None and strays < STRAYS_PER_MESSAGE_MAX:
+                held = await self._lease(header.lease_id)
+            if held is None or held.actor != sender:
+                strays += 1
+                if strays > STRAYS_PER_MESSAGE_MAX:
+                    continue
+            mine.append(header)
+        return mine
+
     def _claim(self, header: TrajectoryHeader) -> bool:
-        """False while the same trajectory is examined on behalf of another message."""
+        """False while the same trajectory is examined on behalf of another message.
+
+        Asked once the sender is known to hold the lease: nobody else can claim what is its own.
+        """
         key = (header.lease_id, header.index)
         if key in self._busy or len(self._busy) >= BUSY_MAX:
             return False
@@ -126,14 +148,7 @@ class Intake:
         self, sender: NodeId, headers: Sequence[TrajectoryHeader], notes: list[VerdictNote]
     ) -> None:
         """All small ones in one visit to a worker thread."""
-        open_ = [
-            (header, header.inline or b"", expected, prompt)
-            for header in headers
-            if (found := await self._expected(sender, header, notes)) is not None
-            for expected, prompt in [found]
-        ]
-        if not open_:
-            return
+        open_: list[tuple[TrajectoryHeader, bytes, Expected, Prompt]] = []
 
         def work() -> list[Finding]:
             return [
@@ -141,9 +156,16 @@ class Intake:
                 for header, raw, expected, prompt in open_
             ]
 
-        findings = await self._threads.run(work)
-        for (header, raw, _, _), finding in zip(open_, findings, strict=True):
-            notes.append(self._hand_in(sender, header, finding, raw))
+        try:
+            for header in headers:
+                found = await self._expected(sender, header, notes)
+                if found is not None:
+                    open_.append((header, header.inline or b"", *found))
+            findings = await self._threads.run(work) if open_ else []
+            for (header, raw, _, _), finding in zip(open_, findings, strict=True):
+                notes.append(self._hand_in(sender, header, finding, raw))
+        finally:
+            self._busy.difference_update((one[0].lease_id, one[0].index) for one in open_)
 
     async def _judge_pulled(
         self, sender: NodeId, header: TrajectoryHeader, notes: list[VerdictNote]
@@ -153,22 +175,37 @@ class Intake:
         if found is None:
             return
         expected, prompt = found
-        tokens_max = len(prompt.token_ids) // 4 + expected.sampling.tokens_max
-        if header.payload.size_bytes > 9 * tokens_max + PAYLOAD_OVERHEAD_BYTES:
-            finding = Finding(verdict=Reason.OVER_LONG, why=f"{header.payload.size_bytes} bytes")
-            notes.append(self._hand_in(sender, header, finding, b""))
-            return
         try:
-            async with self._pulls:
-                await self._mesh.fetch_blob(header.payload, (sender,), timeout_s=PULL_TIMEOUT_S)
-                raw = await self._threads.run(self._take_blob, header.payload.digest)
+            tokens_max = len(prompt.token_ids) // 4 + expected.sampling.tokens_max
+            if header.payload.size_bytes > 9 * tokens_max + PAYLOAD_OVERHEAD_BYTES:
+                why = f"{header.payload.size_bytes} bytes"
+                finding = Finding(verdict=Reason.OVER_LONG, why=why)
+                notes.append(self._hand_in(sender, header, finding, b""))
+                return
+            raw = await self._pull(sender, header.payload)
+            if raw is None:
+                return
+            finding = await self._threads.run(self._examine, sender, header, raw, expected, prompt)
+            notes.append(self._hand_in(sender, header, finding, raw))
+        finally:
+            self._busy.discard((header.lease_id, header.index))
+
+    async def _pull(self, sender: NodeId, ref: ChunkRef) -> bytes | None:
+        """A payload from its announcer, a few of one actor at once; None where it cannot be had."""
+        own = self._pulls_of.setdefault(sender, trio.CapacityLimiter(PULLS_PER_ACTOR_MAX))
+        try:
+            async with own, self._pulls:
+                # What lies here already is not the actor's to have deleted: a chunk of weights.
+                known = await self._threads.run(self._mesh.store.has, ref.digest)
+                await self._mesh.fetch_blob(ref, (sender,), timeout_s=PULL_TIMEOUT_S)
+                return await self._threads.run(self._take_blob, ref.digest, known)
         except (PeerError, LocalError, KeyError) as error:
             # No verdict: the actor announces again, until its lease ends.
             log.debug("payload unavailable", peer=sender, reason=str(error))
-            return
-
-        finding = await self._threads.run(self._examine, sender, header, raw, expected, prompt)
-        notes.append(self._hand_in(sender, header, finding, raw))
+            return None
+        finally:
+            if not own.borrowed_tokens and not own.statistics().tasks_waiting:
+                self._pulls_of.pop(sender, None)
 
     async def _expected(
         self, sender: NodeId, header: TrajectoryHeader, notes: list[VerdictNote]
@@ -185,6 +222,8 @@ class Intake:
         ):
             # The clerk knows the reason; nothing of the payload is needed for it.
             notes.append(self._hand_in(sender, header, Finding(verdict=Reason.LATE), b""))
+            return None
+        if not self._claim(header):
             return None
         prompt = self._prompts.get(held.item_index)
         lease = OpenLease(
@@ -270,10 +309,11 @@ class Intake:
             )
         return Finding(verdict=Reason.ADMITTED, trajectory=trajectory, reward=reward)
 
-    def _take_blob(self, digest: Digest) -> bytes:
+    def _take_blob(self, digest: Digest, keep: bool) -> bytes:
         """A pulled payload; the ledger will keep it, the store need not."""
         raw = self._mesh.store.read(digest)
-        self._mesh.store.remove(digest)
+        if not keep:
+            self._mesh.store.remove(digest)
         return raw
 
     def _hand_in(

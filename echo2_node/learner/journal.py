@@ -76,7 +76,8 @@ class Journal:
         return await self._thread.run(question)
 
     async def recall_lease(self, lease_id: str) -> OpenLease | None:
-        """A lease that the clerk no longer remembers."""
+        """A lease that the clerk no longer remembers, with every verdict given on it so far."""
+        await self.wait_written()
         return await self.read(lambda: self._ledger.lease(lease_id))
 
     async def run(self) -> None:

@@ -33,6 +33,7 @@ _FOLDER_FORM = (
     "A model folder holds config.json, one or more *.safetensors files and tokenizer.json, "
     "as `save_pretrained` writes them."
 )
+_TINY = "`python -m echo2_node.learner.starter --help` makes a tiny one for a task."
 _INDEX = "model.safetensors.index.json"
 
 
@@ -56,7 +57,7 @@ def check_model_folder(path: Path) -> ModelFolder:
             truncated; one sentence with the file in it.
     """
     if not path.is_dir():
-        raise UsageError(f"There is no model folder at {path}.", _FOLDER_FORM)
+        raise UsageError(f"There is no model folder at {path}.", f"{_FOLDER_FORM} {_TINY}")
     config = _json(path / "config.json")
     architecture = _architecture(path, config)
     if not (path / "tokenizer.json").is_file():

@@ -105,7 +105,7 @@ class Offers:
 
     def _hand_back(self, actor: NodeId, granted: events.Granted) -> None:
         lease_ids = tuple(lease.lease_id for lease in granted.leases)
-        self._feed(events.Returned(actor=actor, lease_ids=lease_ids))
+        self._feed(events.Returned(actor=actor, lease_ids=lease_ids, delivered=False))
 
     async def _recorded(self) -> bool:
         """False where the ledger cannot be written in time: then nothing may leave."""

@@ -51,6 +51,7 @@ class Publisher:
         self._config = config
         self._secret = secret
         self._record = record
+        self._open = False
 
     async def publish(self, version: PolicyVersion) -> ChunkRef:
         """Export, sign, record and announce `version`; the manifest's reference.
@@ -118,3 +119,7 @@ class Publisher:
         )
         if not self._place.ticket.exists() or self._place.ticket.read_text().strip() != ticket:
             self._place.write("ticket.txt", ticket + "\n", mode=0o600)
+        if not self._open:
+            self._open = True
+            # The ticket may hold the run's secret: its place is logged, never the word.
+            log.info("open for actors", ticket=str(self._place.ticket))

@@ -201,10 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Make a tiny model for a task (cached).",
     )
     parser.add_argument("--task", required=True, help="task id, e.g. sort_digits")
-    parser.add_argument("--args", default="{}", help="the task's arguments as JSON")
+    parser.add_argument(
+        "--args", default="{}", help="the task's arguments as JSON, as in [task.args]"
+    )
     parser.add_argument("--out", required=True, type=Path, help="model folder to make")
-    parser.add_argument("--settings", default="{}", help="StarterSettings as JSON")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--settings",
+        default="{}",
+        help='of the model and its warm-up, as JSON, e.g. {"steps": 100}',
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     chosen = parser.parse_args(argv)
     started_s = told_s = time.monotonic()
 
@@ -234,14 +240,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _use_threads(count: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(max(1, count))
+    # Threads that wait by spinning make a busy host many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     torch.set_num_threads(max(1, count))
 
 
 def _say(line: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
+    """One JSON line for a program that reads along, words for a person at a terminal."""
+    sys.stdout.write(_in_words(line) if sys.stdout.isatty() else json.dumps(line) + "\n")
     sys.stdout.flush()
+
+
+def _in_words(line: dict[str, object]) -> str:
+    if "error" in line:
+        return f"error: {line['error']}\n{line['hint']}\n"
+    if "folder" in line:
+        made = "was there already" if line["cached"] else f"was made in {line['seconds']} s"
+        return f"\nThe model in {line['folder']} {made}.\n"
+    loss = f", loss {line['loss']}" if "loss" in line else ""
+    return f"\rwarm-up: step {line['step']}/{line['steps']}{loss}   "
 
 
 if __name__ == "__main__":

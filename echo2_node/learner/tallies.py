@@ -10,6 +10,7 @@ from typing import assert_never
 
 from echo2_mesh.wire.types import Reason
 from echo2_node.learner.audit import Summary
+from echo2_node.learner.entries import OTHERS, STRAY_ACTORS_MAX
 from echo2_node.scheduler import records
 from echo2_node.scheduler.records import Record
 
@@ -67,7 +68,8 @@ class Tallies:
                     if verdict is Reason.ADMITTED:
                         self._rewards.append(reward)
                 case records.StrayRefused(actor=actor, reason=reason):
-                    self._count_verdict(actor, reason)
+                    known = actor in self.by_actor or len(self.by_actor) < STRAY_ACTORS_MAX
+                    self._count_verdict(actor if known else OTHERS, reason)
                 case records.DuplicateSeen():
                     self.duplicates += 1
                 case records.GroupDropped(reason=reason):

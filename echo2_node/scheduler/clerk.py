@@ -16,6 +16,7 @@ from typing import assert_never
 from echo2_mesh.wire.types import PolicyVersion, Reason
 from echo2_node.scheduler import admission, events, records
 from echo2_node.scheduler.admission import Rules
+from echo2_node.scheduler.conduct import Conduct
 from echo2_node.scheduler.events import ClerkEffect, ClerkEvent
 from echo2_node.scheduler.grants import Grants
 from echo2_node.scheduler.groups import Group, Phase, Shelf
@@ -25,6 +26,7 @@ from echo2_node.scheduler.waiters import Waiters
 
 RETRY_AFTER_S = 0.5
 """What an actor is told when there is no slot for it."""
+_NOT_ITS_FAULT = frozenset({Reason.ADMITTED, Reason.DUPLICATE, Reason.STALE})
 
 
 class Clerk:
@@ -45,6 +47,7 @@ class Clerk:
         self.book = LeaseBook()
         self.ended = False
         self.zero_variance_row = 0
+        self._conduct = Conduct()
         self._grants = Grants(rules, self.shelf, self.book, rng, cursor=cursor)
         self._waiters = Waiters()
         self._wanted = False
@@ -104,17 +107,20 @@ class Clerk:
                 self._freed = True
             case events.Withdrawn(request=request):
                 self._waiters.remove(request)
-            case events.Returned(actor=actor, lease_ids=lease_ids):
+            case events.Returned(actor=actor, lease_ids=lease_ids, delivered=delivered):
                 for held in self.book.of_actor(actor):
                     if held.lease_id in lease_ids:
                         self._end_lease(held, LeaseEnd.RETURNED)
+                        if delivered:
+                            self._failed(held, now_s)
             case events.Departed(actor=actor):
                 for held in self.book.of_actor(actor):
                     self._end_lease(held, LeaseEnd.ACTOR_GONE)
+                    self._failed(held, now_s)
             case events.Recalled(lease=lease):
                 self.book.recall(lease)
             case events.Judged():
-                self._judged(event)
+                self._judged(event, now_s)
             case events.Wanted(version=version):
                 assert not self._wanted, "one batch at a time"
                 self._wanted = True
@@ -132,12 +138,13 @@ class Clerk:
             case events.Woke():
                 for held in self.book.expired(now_s):
                     self._end_lease(held, LeaseEnd.EXPIRED)
+                    self._failed(held, now_s)
                 self._refuse_requests(self._waiters.overdue(now_s))
             case _:
                 assert_never(event)
         self._fill_batch()
 
-    def _judged(self, event: events.Judged) -> None:
+    def _judged(self, event: events.Judged, now_s: float) -> None:
         held = self.book.find(event.lease_id)
         if held is None:
             self._stray(event, Reason.UNKNOWN_LEASE)
@@ -151,9 +158,9 @@ class Clerk:
             self._records.append(seen)
             self._answer(event, first, first=False)
         else:
-            self._judge_first(held, event)
+            self._judge_first(held, event, now_s)
 
-    def _judge_first(self, held: HeldLease, event: events.Judged) -> None:
+    def _judge_first(self, held: HeldLease, event: events.Judged, now_s: float) -> None:
         """Give (lease, index) its one verdict."""
         group = self.shelf.find(held.group_id)
         verdict = event.verdict
@@ -187,8 +194,13 @@ class Clerk:
         if verdict is Reason.ADMITTED:
             assert group is not None
             self._admit(group, event)
+        held.faulty |= verdict not in _NOT_ITS_FAULT
         if not held.ended and not held.pending:
             self._end_lease(held, LeaseEnd.COMPLETED)
+            if held.faulty:
+                self._failed(held, now_s)
+            else:
+                self._conduct.delivered(held.actor)
 
     def _admit(self, group: Group, event: events.Judged) -> None:
         assert event.index not in group.members, "a member was admitted twice"
@@ -328,11 +340,15 @@ class Clerk:
         if self.ended:
             self._refuse_requests(self._waiters.clear())
             return
-        waiting = self._waiters.in_order()
-        for place, request in enumerate(waiting):
-            others = len(waiting) - place
+        limits = [(held, self._may_have(held, now_s)) for held in self._waiters.in_order()]
+        waiting = [(request, may_have) for request, may_have in limits if may_have > 0]
+        for place, (request, may_have) in enumerate(waiting):
             leases, facts = self._grants.leases_for(
-                request, version=self.version, published=self.published, others=others, now_s=now_s
+                request,
+                version=self.version,
+                groups_max=may_have,
+                others=len(waiting) - place,
+                now_s=now_s,
             )
             self._records += facts
             if leases:
@@ -341,6 +357,17 @@ class Clerk:
                 self._effects.append(
                     events.Granted(request=request.request, leases=leases, retry_after_s=0.0)
                 )
+
+    def _may_have(self, request: events.Requested, now_s: float) -> int:
+        """Leases that `request` may get if there are slots; a claim to the future gets none."""
+        if self.published is None or request.version > self.published:
+            return 0
+        allowed = self._conduct.allowed(request.actor, now_s)
+        return min(request.groups_max, allowed - len(self.book.of_actor(request.actor)))
+
+    def _failed(self, held: HeldLease, now_s: float) -> None:
+        left = len(self.book.of_actor(held.actor))
+        self._conduct.failed(held.actor, now_s, left=left)
 
     # --- small parts ----------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class Returned(Event, frozen=True, kw_only=True):
 
     actor: NodeId
     lease_ids: tuple[str, ...]
+    delivered: bool = True
+    """False: the leases never reached it, so nothing is held against it."""
 
 
 class Departed(Event, frozen=True, kw_only=True):

@@ -18,8 +18,9 @@ from echo2_node.scheduler.records import OpenLease
 
 LOGPROB_MAX = 1e-3
 """A log-prob may exceed 0 by rounding, no more."""
-LOGPROB_MIN = -1e4
-"""Far below what a float32 softmax gives a token that was really sampled."""
+LOGPROB_MARGIN = 30.0
+"""A token that was sampled has a log-prob above -ln(vocabulary) - margin, but for one time in
+exp(margin): there are only so many tokens that could be so improbable."""
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ def examine(trajectory: Trajectory, index: int, expected: Expected) -> Fault | N
         _binding(trajectory, index, expected)
         or _shapes(trajectory, expected)
         or _versions(trajectory, expected)
-        or _numbers(trajectory)
+        or _numbers(trajectory, expected)
         or _ending(trajectory, expected)
     )
 
@@ -126,7 +127,7 @@ def _versions(trajectory: Trajectory, expected: Expected) -> Fault | None:
     return None
 
 
-def _numbers(trajectory: Trajectory) -> Fault | None:
+def _numbers(trajectory: Trajectory, expected: Expected) -> Fault | None:
     """Log-probs are finite, of sampled tokens, and 0 where nothing was sampled."""
     logprobs = np.frombuffer(trajectory.logprobs, dtype="<f4")
     finite = bool(np.isfinite(logprobs).all()) and math.isfinite(trajectory.reward)
@@ -134,8 +135,9 @@ def _numbers(trajectory: Trajectory) -> Fault | None:
         return Fault(reason=Reason.NON_FINITE, why="a log-prob, reward or metric is not finite")
     if logprobs[: trajectory.prompt_length].any():
         return Fault(reason=Reason.LOGPROB_MISMATCH, why="log-probs on prompt tokens")
-    if float(logprobs.max()) > LOGPROB_MAX or float(logprobs.min()) < LOGPROB_MIN:
-        return Fault(reason=Reason.LOGPROB_MISMATCH, why="log-probs that no softmax gives")
+    least = -math.log(expected.vocabulary) - LOGPROB_MARGIN
+    if float(logprobs.max()) > LOGPROB_MAX or float(logprobs.min()) < least:
+        return Fault(reason=Reason.LOGPROB_MISMATCH, why="log-probs of tokens nobody samples")
     return None
 
 

@@ -42,7 +42,7 @@ class Grants:
         request: Requested,
         *,
         version: PolicyVersion,
-        published: PolicyVersion | None,
+        groups_max: int,
         others: int,
         now_s: float,
     ) -> tuple[tuple[OpenLease, ...], tuple[Record, ...]]:
@@ -50,15 +50,13 @@ class Grants:
 
         Args:
             version: what the learner trains next.
-            published: the newest version an actor can have; a claim beyond it gets nothing.
+            groups_max: no more than these.
             others: requests that wait, this one included: what is free is shared among them.
         """
-        if published is None or request.version > published:
-            return (), ()
         refills = self._refills_for(version, request.version)
         free = self._slots(version, request.version)
         share = -(-(free + len(refills)) // others)
-        wanted = min(request.groups_max, share)
+        wanted = min(groups_max, share)
         chosen = refills[:wanted]
         waiting = [group for group in self._shelf.wanting() if group.phase is Phase.WAITING]
         for _ in range(min(wanted - len(chosen), free)):

@@ -34,6 +34,8 @@ class HeldLease:
         self.pending = set(pending)
         self.deadline_s = deadline_s
         self.ended = ended
+        self.faulty = False
+        """Something handed in on it cannot have come from an honest actor."""
 
 
 class LeaseBook:

@@ -200,6 +200,35 @@ async def test_one_peer_cannot_have_more_requests_served_at_once_than_its_share(
     assert outcomes.count("served") == limits.INBOUND_ASKS_PER_PEER_MAX
 
 
+async def test_a_few_peers_that_ask_for_all_there_is_leave_a_place_for_everybody_else(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "INBOUND_ASKS_MAX", limits.INBOUND_ASKS_PER_PEER_MAX)
+    hub, greedy, late = await opened(), await opened(listen=()), await opened(listen=())
+    go, waiting = trio.Event(), 0
+
+    async def wait(node: str, request: bytes) -> bytes:
+        nonlocal waiting
+        waiting += 1
+        if node == greedy.node:
+            await go.wait()
+        return b"yours"
+
+    hub.serve("/echo2/wait/1", wait, request_bytes_max=10)
+    await join(greedy, hub)
+    await join(late, hub)
+
+    async def one(leaf: Libp2pCarrier) -> bytes:
+        return await leaf.exchange(hub.node, "/echo2/wait/1", b"", reply_bytes_max=9, timeout_s=10)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(limits.INBOUND_ASKS_PER_PEER_MAX):
+            nursery.start_soon(one, greedy)
+        await wait_until(lambda: waiting == limits.INBOUND_ASKS_PER_PEER_MAX)
+        assert await one(late) == b"yours"
+        go.set()
+
+
 async def test_nobody_at_an_address_is_a_peer_error_in_time(opened: Open) -> None:
     leaf = await opened(listen=())
     with socket.socket() as silent:

@@ -10,15 +10,16 @@ import pytest
 from echo2_mesh import limits
 from echo2_mesh.chunks import ChunkStore, digest_of
 from echo2_mesh.errors import PeerError
-from echo2_mesh.identity import Identity
+from echo2_mesh.identity import Identity, verify
 from echo2_mesh.mesh import MeshSettings, open_mesh
 from echo2_mesh.net.topics import topic_name
 from echo2_mesh.testing import identity_of, seeds
-from echo2_mesh.wire.codec import seal, unseal
+from echo2_mesh.wire.codec import Envelope, seal, signed_bytes, unseal
 from echo2_mesh.wire.messages import (
     Announce,
     ChunkRef,
     Cohort,
+    Goodbye,
     LeaseRequest,
     RolloutBatch,
     Trajectory,
@@ -43,6 +44,7 @@ class Hostile:
         self.identity = identity
         self.codec = TokenCodec.load(world.model)
         self.overheard = []
+        self.carrier = None
 
     async def listen(self, carrier):
         async def hear(raw):
@@ -55,6 +57,7 @@ class Hostile:
             if isinstance(opened.message, RolloutBatch) and opened.sender != self.mesh.node:
                 self.overheard += opened.message.headers
 
+        self.carrier = carrier
         await carrier.subscribe(topic_name(RUN_ID, "rollouts"), hear)
 
     async def leases(self, count):
@@ -284,3 +287,49 @@ async def test_an_announcement_by_an_actor_leads_nobody_astray(
         await world.laws.check_end(world)
         assert max(world.weights) <= 8
         assert world.status("honest")["counters"]["forged_announces"] >= 1
+
+
+async def test_the_goodbye_of_an_earlier_life_ends_nobodys_work(
+    autojump_clock, tmp_path, monkeypatch
+):
+    async with open_hostile(tmp_path, monkeypatch) as (world, hostile):
+        world.start_actor("honest")
+        await world.wait_step(1)
+        identity = Identity.load(world.folder / "learner" / "key")
+        incarnation = next(
+            member.heartbeat.incarnation_unix_ms
+            for member in hostile.mesh.members()
+            if member.node == world.learner.node
+        )
+        old = Goodbye(incarnation_unix_ms=incarnation - 1, why="run ended")
+        raw = seal(old, run_id=RUN_ID, sender=identity.node, sign=identity.sign)
+        await hostile.carrier.publish(topic_name(RUN_ID, "control"), raw)
+        await world.wait_end(within_s=200)
+        await world.laws.check_end(world)
+
+
+async def test_a_heartbeat_that_was_padded_is_neither_kept_nor_passed_on(
+    autojump_clock, tmp_path, monkeypatch
+):
+    async with open_hostile(tmp_path, monkeypatch) as (world, hostile):
+        fat = identity_of("fat")
+        beat = hostile.mesh.heartbeat()
+        padded = msgspec.msgpack.encode({**msgspec.structs.asdict(beat), "padding": bytes(100_000)})
+        to_sign = signed_bytes("heartbeat", RUN_ID, fat.node, padded)
+        raw = msgspec.msgpack.encode(
+            Envelope(
+                v=1,
+                kind="heartbeat",
+                run_id=RUN_ID,
+                sender=fat.node,
+                payload=padded,
+                signature=fat.sign(to_sign),
+            )
+        )
+        opened = unseal(raw, run_id=RUN_ID, verify=verify, size_bytes_max=len(raw))
+        assert opened.message == beat, "but for its length it is legal"
+        await hostile.carrier.publish(topic_name(RUN_ID, "control"), raw)
+        world.start_actor("honest")
+        await world.wait_step(1)
+        assert fat.node not in {row["node"] for row in world.status("learner")["members"]}
+        await world.wait_end(within_s=200)

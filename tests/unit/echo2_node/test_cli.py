@@ -303,3 +303,10 @@ def test_watch_ends_on_ctrl_c_without_a_traceback(base):
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "sorting" in line + out
+
+
+def test_the_demo_refuses_an_unknown_loss_before_it_makes_anything(run, base):
+    code, _, said = run("demo", "--loss", "ppo")
+    assert code == 2
+    assert said.startswith("error: There is no loss 'ppo'.")
+    assert "Known: dppo" in said

@@ -116,7 +116,7 @@ def test_a_learners_line_counts_actors_that_are_not_gone():
         make_snapshot(members=members, step=4, steps=9, reward_last=0.5, version=4)
     )
     assert (done, total) == (4, 9)
-    assert "1 actors" in facts
+    assert "1 actor," in facts
     assert "1,000 tokens/s" in facts
     assert "reward 0.500" in facts
 
@@ -128,3 +128,9 @@ def test_an_actors_line_shows_the_fetch():
     facts, done, total = facts_of(make_snapshot(role="actor", members=(own,)))
     assert (done, total) == (3, 9)
     assert "7 accepted" in facts
+
+
+def test_a_fetch_is_a_percentage_and_a_run_is_steps():
+    assert foreground._far("learner", 4, 9) == "step 4/9"
+    assert foreground._far("actor", 3, 9) == "33% fetched"
+    assert foreground._far("actor", 9, 9) == ""

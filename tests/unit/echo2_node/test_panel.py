@@ -5,7 +5,7 @@ from echo2_node.sightings import Sighting
 from echo2_node.status import MemberRow, Snapshot
 
 
-def drawn(*members, process="running", **fields):
+def drawn(*members, process="running", width=160, **fields):
     values = {
         "role": "learner",
         "node": "12D3KooWabcdefghij",
@@ -18,7 +18,7 @@ def drawn(*members, process="running", **fields):
         "members": members,
     }
     snapshot = Snapshot(**{**values, **fields})
-    console = Console(width=160, record=True, force_terminal=True, file=open_null())
+    console = Console(width=width, record=True, force_terminal=True, file=open_null())
     console.print(render(Sighting(folder="f", process=process, snapshot=snapshot)))
     return console.export_text()
 
@@ -83,3 +83,32 @@ def test_a_hostile_name_reaches_the_terminal_without_control_characters_or_marku
     assert "\x07" not in text
     assert "\u202e" not in text
     assert "[bold red]?[2J?own?ed[/]" in text
+
+
+def test_eighty_columns_hold_every_row_on_one_line():
+    learner = MemberRow(
+        node="me", name="countdown", role="learner", state="waiting for rollouts", version=11,
+        accepted=31688, refused=104,
+    )  # fmt: skip
+    busy = MemberRow(
+        node="a", name="attic", role="actor", state="restarting engine", version=8, lag=3,
+        tokens_per_s=1234.0, accepted=22408, refused=40,
+    )  # fmt: skip
+    slow = MemberRow(
+        node="b", role="actor", state="fetching", name="phone", fetched_bytes=41, fetch_bytes=100
+    )
+    lines = drawn(learner, busy, slow, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    by_name = {line.split()[0]: line for line in lines if line.strip()}
+    assert all(word in by_name["countdown"] for word in ("waiting", "11", "31688", "104"))
+    assert all(word in by_name["attic"] for word in ("restarting engine", "1,234", "22408", "40"))
+    assert "fetching 41%" in by_name["phone"]
+    assert "\u2026" not in "".join(lines)
+
+
+def test_a_stopped_node_shows_since_when_its_numbers_stand():
+    own = MemberRow(node="12D3KooWabcdefghij", role="learner", state="training", name="sorting")
+    text = drawn(own, process="stopped", updated_unix_ms=1_700_000_000_000)
+    assert "as of 2023-11-" in text
+    assert "training" not in text
+    assert "as of" not in drawn(own)

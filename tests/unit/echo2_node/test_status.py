@@ -9,6 +9,7 @@ from echo2_mesh.errors import LocalError
 from echo2_mesh.wire.messages import Heartbeat
 from echo2_mesh.wire.types import NodeId, PolicyVersion, Reason, Role
 from echo2_node.status import (
+    MEMBERS_SHOWN_MAX,
     MemberRow,
     Reporter,
     Snapshot,
@@ -164,3 +165,18 @@ def test_keys_of_counters_are_plain_words_whatever_the_daemon_counts_by(tmp_path
     assert snapshot.refusals == {"stale": 1}
     assert snapshot.staleness_histogram == {"0": 4, "2": 1}
     assert read_snapshot(tmp_path / "status.json") == snapshot
+
+
+def test_a_flood_of_members_neither_bloats_the_document_nor_hides_who_works(tmp_path):
+    reporter = Reporter(tmp_path, role="learner")
+    strangers = tuple(make_member(f"stranger {n}") for n in range(MEMBERS_SHOWN_MAX))
+    worker = make_member("worker")
+    tallies = {NodeId("worker"): Tally(accepted=1, refused=0)}
+    mesh = make_mesh(*strangers, worker)
+    snapshot = reporter.write(mesh, state="training", tallies=tallies)
+    assert len(snapshot.members) == MEMBERS_SHOWN_MAX + 1
+    assert "worker" in {row.node for row in snapshot.members}
+    for number in range(3):
+        others = tuple(make_member(f"{number} {n}") for n in range(MEMBERS_SHOWN_MAX))
+        reporter.write(make_mesh(*others), state="training")
+    assert len(reporter._joined_unix_ms) == MEMBERS_SHOWN_MAX + 1

@@ -228,3 +228,39 @@ def test_a_large_fleet_beats_more_slowly_and_is_suspected_later():
 
 def test_the_sweep_arms_its_next_one():
     assert any(isinstance(effect, Arm) for effect in sweep(table(), 3.0))
+
+
+def test_a_full_table_has_a_place_for_who_is_connected():
+    machine = table(members_max=4)
+    for number in range(4):
+        machine.handle(beat(f"invented {number}"), now_s=0.1 * number)
+    effects = machine.handle(Connected(node=NodeId("honest")), now_s=1.0)
+    assert Greet(node=NodeId("honest")) in effects
+    machine.handle(beat("honest"), now_s=1.1)
+    assert "honest" in {member.node for member in machine.members(1.2)}
+    machine.handle(beat("one more"), now_s=1.3)
+    assert "one more" not in {member.node for member in machine.members(1.4)}
+
+
+def test_what_a_node_signed_is_not_crowded_out_by_what_others_say_of_it():
+    machine = table()
+    machine.handle(beat(addresses=("/ip4/10.0.0.1/tcp/1",)), now_s=0.0)
+    lies = tuple(f"/ip4/192.0.2.{n}/tcp/1" for n in range(limits.ADDRESSES_MAX))
+    machine.handle(AddressesKnown(node=NodeId("a"), addresses=lies), now_s=1.0)
+    addresses = machine.addresses_of(NodeId("a"))
+    assert "/ip4/10.0.0.1/tcp/1" in addresses[:2]
+    assert len(addresses) == limits.ADDRESSES_MAX
+
+
+def test_long_heartbeats_of_many_do_not_outgrow_an_answer_and_the_learners_is_in_it():
+    machine = table()
+    machine.handle(beat("learner"), now_s=0.0)
+    for number in range(limits.CATCH_UP_HEARTBEATS_MAX):
+        long = beat(f"long {number}")
+        padding = bytes(limits.HEARTBEAT_SIZE_BYTES_MAX)
+        machine.handle(
+            HeartbeatHeard(node=long.node, heartbeat=long.heartbeat, raw=padding), now_s=1.0
+        )
+    raws = machine.raw_heartbeats(limits.CATCH_UP_HEARTBEATS_MAX)
+    assert raws[0] == b"learner1.1"
+    assert sum(map(len, raws)) <= limits.CAUGHT_UP_SIZE_BYTES_MAX

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import trio
 
-from echo2_mesh.errors import UsageError
+from echo2_mesh.errors import PeerError, UsageError
 from echo2_mesh.identity import Identity
 from echo2_mesh.wire.codec import Envelope, seal
 from echo2_mesh.wire.messages import LeaseReturn, Refusal, RolloutBatch, Sampling, VersionSpan
 from echo2_mesh.wire.ticket import admission_proof
-from echo2_mesh.wire.types import Digest, PolicyVersion, Reason, StopReason
+from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion, Reason, StopReason
 from echo2_node.learner.desk import NoSignal, rules_of
 from tests.desk_kit import RUN_ID, Actor, Run
 
@@ -87,6 +87,10 @@ FORGERIES = {
     "a log-prob that is none": (
         {"logprobs": np.array([0] * 5 + [np.nan] * 5, "<f4").tobytes()},
         Reason.NON_FINITE,
+    ),
+    "a log-prob that nobody samples and that makes a ratio overflow": (
+        {"logprobs": np.array([0] * 5 + [-0.5] * 4 + [-100], "<f4").tobytes()},
+        Reason.LOGPROB_MISMATCH,
     ),
     "log-probs shifted into the prompt": (
         {"logprobs": np.array([0] * 4 + [-0.5] * 5 + [0], "<f4").tobytes()},
@@ -414,3 +418,80 @@ def test_publishing_too_rarely_for_the_limit_is_refused_before_the_run(tmp_path)
     staleness = msgspec.structs.replace(config.staleness, publish_every_steps=3)
     with pytest.raises(UsageError, match="publish_every_steps = 3 is more than"):
         rules_of(msgspec.structs.replace(config, staleness=staleness))
+
+
+async def test_nobody_can_keep_the_verdicts_of_anothers_lease_back(tmp_path, autojump_clock):
+    async with Run(tmp_path).open_desk() as office:
+        victim, thief = Actor(office, 1), Actor(office, 2)
+        (lease,) = (await victim.lease()).leases
+        (bait,) = (await thief.lease()).leases
+
+        async def never(ref, holders, *, timeout_s):
+            await trio.sleep(timeout_s)
+            raise PeerError("It never comes.")
+
+        office.mesh.fetch_blob = never
+        headers = [victim.header(victim.trajectory(lease, index)) for index in lease.indices]
+        unserved = thief.header(thief.trajectory(bait, 0), inline=False)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(thief.hand_in, unserved, *headers)
+            await trio.testing.wait_all_tasks_blocked()
+            before_s = trio.current_time()
+            assert set((await victim.hand_in(*headers)).values()) == {Reason.ADMITTED}
+            assert trio.current_time() - before_s < 1.0
+
+
+async def test_payloads_that_never_come_do_not_hold_up_those_of_others(tmp_path, autojump_clock):
+    async with Run(tmp_path, group_size=16, groups_per_step=8).open_desk() as office:
+        honest, silent = Actor(office, 1), Actor(office, 2)
+        (lease,) = (await honest.lease()).leases
+        leases = (await silent.lease(groups_max=10)).leases
+        deliver = office.mesh.fetch_blob
+
+        async def fetch_blob(ref, holders, *, timeout_s):
+            if silent.node in holders:
+                await trio.sleep(timeout_s)
+            await deliver(ref, holders, timeout_s=timeout_s)
+
+        office.mesh.fetch_blob = fetch_blob
+        for one in leases:
+            unserved = [silent.header(silent.trajectory(one, i), inline=False) for i in one.indices]
+            await office.mesh.hearers[RolloutBatch](silent.node, RolloutBatch(headers=unserved))
+        await trio.testing.wait_all_tasks_blocked()
+        header = honest.header(honest.trajectory(lease, 0), inline=False)
+        await office.mesh.hearers[RolloutBatch](honest.node, RolloutBatch(headers=(header,)))
+        with trio.fail_after(1.0):
+            while honest.node not in [node for node, _ in office.mesh.told]:
+                await trio.sleep(0.1)
+
+
+async def test_a_blob_of_the_learners_own_is_not_deleted_as_a_payload(tmp_path, autojump_clock):
+    async with Run(tmp_path).open_desk() as office:
+        actor = Actor(office)
+        (lease,) = (await actor.lease()).leases
+        weights = office.mesh.store.add(ChunkKind.FULL, b"weights")
+        office.mesh.blobs[weights.digest] = b"weights"
+        header = actor.header(actor.trajectory(lease, 0), inline=False)
+        header = msgspec.structs.replace(header, payload=weights)
+        assert await actor.hand_in(header) == {(lease.lease_id, 0): Reason.MALFORMED}
+        assert office.mesh.store.has(weights.digest)
+
+
+async def test_strangers_cost_neither_memory_nor_messages_without_bound(
+    tmp_path, autojump_clock, monkeypatch
+):
+    monkeypatch.setattr("echo2_node.learner.tallies.STRAY_ACTORS_MAX", 5)
+    async with Run(tmp_path).open_desk() as office:
+        actor = Actor(office)
+        (lease,) = (await actor.lease()).leases
+        for seed in range(10, 20):
+            stranger = Actor(office, seed)
+            foreign = stranger.header(stranger.trajectory(lease, 0))
+            message = RolloutBatch(headers=(foreign,) * 200)
+            await office.mesh.hearers[RolloutBatch](stranger.node, message)
+        await trio.sleep(1.0)
+        assert office.mesh.told == []
+        counts = office.desk.verdicts_by_actor
+        assert len(counts) <= 6
+        assert sum(count["wrong_actor"] for count in counts.values()) == 10 * 16
+        assert set((await actor.finish(lease)).values()) == {Reason.ADMITTED}

@@ -74,3 +74,10 @@ def test_the_command_tells_progress_and_errors_as_json_lines(tmp_path, capsys):
     assert lines[-1]["folder"] == out
     assert starter.main(["--task", "sort_digit", "--out", out]) == UsageError.exit_code
     assert "no task" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_person_at_a_terminal_reads_words():
+    assert "step 3/300, loss 2.93" in starter._in_words({"step": 3, "steps": 300, "loss": 2.93})
+    assert starter._in_words({"error": "No.", "hint": "Do so."}) == "error: No.\nDo so.\n"
+    made = starter._in_words({"folder": "models/x", "cached": False, "seconds": 4.0})
+    assert "models/x was made in 4.0 s" in made

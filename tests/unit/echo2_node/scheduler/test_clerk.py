@@ -116,8 +116,8 @@ def test_a_group_of_two_versions_is_as_old_as_its_oldest_member():
 
 def test_a_group_lost_too_often_is_abandoned_and_its_slot_is_free_again():
     bench = Bench(lease_ttl_s=10, refills_per_group_max=2, staleness_limit_steps=0)
-    for _ in range(3):
-        (lease,) = bench.ask()
+    for name in "xyz":
+        (lease,) = bench.ask(NodeId(name))
         if 0 in lease.indices:
             bench.hand_in(lease, 0)
         bench.wait(11)
@@ -269,3 +269,71 @@ def test_only_the_transitions_of_the_table_exist():
 
 def test_advantages_are_distances_from_the_mean():
     assert advantages([1.0, 0.0, 0.5]) == (0.5, -0.5, 0.0)
+
+
+def test_who_takes_every_slot_and_answers_nothing_leaves_them_to_others_the_next_time():
+    bench = Bench(lease_ttl_s=10, staleness_limit_steps=3)
+    assert len(bench.ask(ANN, groups_max=64)) == 4
+    assert bench.ask(BOB) == []
+    bench.wait(11)
+    assert bench.ask(ANN, groups_max=64) == []
+    bench.wait(2)
+    assert len(bench.ask(ANN, groups_max=64)) == 1
+    assert len(bench.ask(BOB, groups_max=64)) == 3
+
+
+@pytest.mark.parametrize("how", ["hands back", "hands in rubbish", "goes and comes"])
+def test_leases_cannot_be_burnt_as_fast_as_they_can_be_asked_for(how):
+    bench = Bench(staleness_limit_steps=3)
+    burnt = 0
+    for _ in range(600):
+        for lease in bench.ask(ANN, groups_max=64):
+            burnt += 1
+            if how == "hands back":
+                bench.feed(events.Returned(actor=ANN, lease_ids=(lease.lease_id,)))
+            elif how == "hands in rubbish":
+                bench.finish(lease, verdict=Reason.REWARD_MISMATCH)
+        if how == "goes and comes":
+            bench.feed(events.Departed(actor=ANN))
+        bench.wait(0.1)
+    assert burnt <= 4 + 6
+
+
+def test_an_actor_that_broke_down_is_back_at_work_in_a_few_rounds():
+    bench = Bench(lease_ttl_s=10, staleness_limit_steps=7)
+    bench.ask(ANN, groups_max=8)
+    bench.feed(events.Departed(actor=ANN))
+    bench.wait(1.5)
+    sizes = []
+    for _ in range(4):
+        leases = bench.ask(ANN, groups_max=8)
+        sizes.append(len(leases))
+        for lease in leases:
+            bench.finish(lease, reward=0.0)
+    assert sizes == [1, 2, 4, 8]
+
+
+def test_losing_one_lease_of_many_costs_little_and_an_undelivered_grant_nothing():
+    bench = Bench(lease_ttl_s=100, staleness_limit_steps=7)
+    lost, *_ = bench.ask(ANN, groups_max=8)
+    bench.feed(events.Returned(actor=ANN, lease_ids=(lost.lease_id,), delivered=False))
+    (lost,) = bench.ask(ANN, groups_max=8)
+    bench.feed(events.Returned(actor=ANN, lease_ids=(lost.lease_id,)))
+    assert bench.ask(ANN, groups_max=8) == []
+    bench.wait(1.5)
+    for lease in list(bench.clerk.book.live.values())[:3]:
+        bench.finish(lease, reward=0.0)
+    bench.ask(ANN, groups_max=8)
+    assert len(bench.clerk.book.of_actor(ANN)) == 8
+
+
+def test_requests_that_can_get_nothing_leave_the_slots_to_the_others():
+    bench = Bench(staleness_limit_steps=7)
+    taken = bench.ask(ANN, groups_max=8)
+    assert bench.ask(BOB, groups_max=8) == []
+    for number in range(20):
+        assert bench.ask(NodeId(f"liar {number}"), version=2**40) == []
+    ids = tuple(lease.lease_id for lease in taken)
+    effects = bench.feed(events.Returned(actor=ANN, lease_ids=ids))
+    (granted,) = [effect for effect in effects if isinstance(effect, events.Granted)]
+    assert [lease.actor for lease in granted.leases] == [BOB] * 8
