@@ -2,6 +2,7 @@
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from echo2_mesh.testing import seeds
 from tests.sim.fleet_kit import open_world
@@ -74,9 +75,11 @@ async def test_leaving_before_the_first_version_is_immediate(autojump_clock, tmp
     async with open_world(tmp_path, monkeypatch) as world:
         world.start_learner()
         await world.kill("learner")
-        world.start_actor("actor-0")
-        await trio.sleep(30)
+        with capture_logs() as lines:
+            world.start_actor("actor-0")
+            await trio.sleep(30)
         assert world.status("actor-0")["state"] == "fetching"
+        assert "nothing from the learner yet" in [line["event"] for line in lines]
         world.daemons["actor-0"].stop.set()
         assert await world.wait_end("actor-0", within_s=2) == "stopped"
 

@@ -2,6 +2,7 @@
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import LocalError
@@ -136,6 +137,15 @@ async def test_the_ticket_of_a_closed_run_holds_its_secret_and_is_private(tmp_pa
     await closed.publisher.publish(PolicyVersion(0))
     assert closed.ticket().secret == b"s" * 24
     assert closed.place.ticket.stat().st_mode & 0o077 == 0
+
+
+async def test_an_operator_is_told_once_where_the_ticket_lies_and_never_the_ticket(world):
+    with capture_logs() as lines:
+        await world.publisher.publish(PolicyVersion(0))
+        await world.publisher.publish(PolicyVersion(1))
+    told = [line for line in lines if line["event"] == "open for actors"]
+    assert [line["ticket"] for line in told] == [str(world.place.ticket)]
+    assert world.place.ticket.read_text().strip() not in str(lines)
 
 
 async def test_the_store_is_kept_below_its_quota_though_the_trainer_writes_it(world):
