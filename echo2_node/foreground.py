@@ -123,14 +123,11 @@ async def _show_progress(console: Console, status_path: Path) -> None:
     """Redraw from the status document; log lines of the daemon scroll above."""
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
-    columns: tuple[ProgressColumn, ...] = (
-        TextColumn("{task.fields[far]}"),
-        TextColumn("{task.fields[facts]}"),
-    )
+    columns: tuple[ProgressColumn, ...] = (TextColumn("{task.fields[facts]}"),)
     if console.width >= WIDE_COLUMNS:
         columns = (TextColumn("[bold]{task.fields[run]}"), BarColumn(bar_width=20), *columns)
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        row = progress.add_task("", total=None, run="", far="", facts="starting")
+        row = progress.add_task("", total=None, run="", facts="starting")
         while True:
             with contextlib.suppress(LocalError):
                 snapshot = read_snapshot(status_path)
@@ -147,16 +144,15 @@ def _update(progress: Progress, row: object, snapshot: Snapshot) -> None:
         completed=done,
         total=total,
         run=snapshot.run_id,
-        far=_far(snapshot.role, done, total),
-        facts=facts,
+        facts=f"{_far(snapshot, done, total)}{facts}",
     )
 
 
-def _far(role: str, done: int, total: int | None) -> str:
-    """Steps of a learner, the percentage of an actor's fetch while there is one."""
-    if role == "learner":
-        return f"step {done}/{total or '?'}"
-    return f"{done / total:.0%} fetched" if total and done < total else ""
+def _far(snapshot: Snapshot, done: int, total: int | None) -> str:
+    """Steps of a learner, the percentage of an actor's fetch while it waits for that."""
+    if snapshot.role == "learner":
+        return f"step {done}/{total or '?'}, "
+    return f"{done / total:.0%} fetched, " if total and snapshot.state == "fetching" else ""
 
 
 def facts_of(snapshot: Snapshot) -> tuple[str, int, int | None]:

@@ -222,6 +222,8 @@ class LeaseRequest(Value, frozen=True, kw_only=True):
     task_digest: DigestField
     admission: Annotated[bytes, Meta(max_length=32)] = b""
     """Proof of the ticket's secret: see `wire.ticket.admission_proof`."""
+    held: Annotated[tuple[HexIdField, ...], Meta(max_length=limits.LEASES_NAMED_MAX)] | None = None
+    """Every lease that waits for verdicts: a live one not named was lost on the way and ends."""
 
 
 class LeaseGrant(Value, frozen=True, kw_only=True):
@@ -352,7 +354,6 @@ class Refusal(Value, frozen=True, kw_only=True):
 
 class BlobAsk(Value, frozen=True, kw_only=True):
     """Request on the blob protocol."""
-
     digest: DigestField
     size_bytes: BlobSizeField
 

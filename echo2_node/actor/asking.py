@@ -40,8 +40,13 @@ class Asker:
         self._weights = weights
         self._admission = admission
 
-    async def ask(self, cohort: Cohort, room: int, stopping: trio.Event) -> list[LeaseGrant]:
+    async def ask(
+        self, cohort: Cohort, room: int, stopping: trio.Event, *, held: tuple[str, ...]
+    ) -> list[LeaseGrant]:
         """Ask for at most `room` groups: what the learner grants.
+
+        `held` names the leases whose verdicts are still to come, so that the learner ends those
+        whose grant was lost.
 
         Empty where it does not answer, or where `stopping` was set first.
 
@@ -52,12 +57,17 @@ class Asker:
         grants: list[LeaseGrant] = []
         installed = await unless(stopping, self._weights.wait_installed)
         if installed is not None:
-            ask = functools.partial(self._ask_for_newest, cohort, room, installed, grants)
+            ask = functools.partial(self._ask_for_newest, cohort, room, installed, grants, held)
             await unless(stopping, ask, grace_s=LAST_ASK_S)
         return grants
 
     async def _ask_for_newest(
-        self, cohort: Cohort, room: int, installed: ReadyVersion, grants: list[LeaseGrant]
+        self,
+        cohort: Cohort,
+        room: int,
+        installed: ReadyVersion,
+        grants: list[LeaseGrant],
+        held: tuple[str, ...],
     ) -> None:
         """Ask, and ask again whenever a newer version is installed before the answer.
 
@@ -67,10 +77,10 @@ class Asker:
         """
         open_asks = 0
 
-        async def ask(version: ReadyVersion) -> None:
+        async def ask(version: ReadyVersion, named: tuple[str, ...] | None) -> None:
             nonlocal open_asks
             open_asks += 1
-            reply = await self._ask_learner(cohort, room, version)
+            reply = await self._ask_learner(cohort, room, version, named)
             if reply is not None:
                 grants.append(reply)
             open_asks -= 1
@@ -78,13 +88,14 @@ class Asker:
                 nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, installed)
+            nursery.start_soon(ask, installed, held)
             while True:
                 installed = await self._weights.wait_newer(installed.version)
-                nursery.start_soon(ask, installed)
+                # A grant may be on its way to the question before: no list would be complete.
+                nursery.start_soon(ask, installed, None)
 
     async def _ask_learner(
-        self, cohort: Cohort, room: int, installed: ReadyVersion
+        self, cohort: Cohort, room: int, installed: ReadyVersion, held: tuple[str, ...] | None
     ) -> LeaseGrant | None:
         request = LeaseRequest(
             version=installed.version,
@@ -94,6 +105,7 @@ class Asker:
             template_digest=installed.manifest.template_digest,
             task_digest=installed.manifest.task.digest,
             admission=self._admission,
+            held=held if held is not None and len(held) <= limits.LEASES_NAMED_MAX else None,
         )
         try:
             reply = await self._mesh.ask(self._mesh.learner, request, timeout_s=LEASE_ASK_TIMEOUT_S)

@@ -47,6 +47,10 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def lease_ids(self) -> frozenset[str]:
+        """Leases with members whose verdicts are still to come."""
+        return frozenset(lease_id for lease_id, _ in self._waiting)
+
     def full(self) -> bool:
         """True when no new lease may be taken."""
         return len(self._waiting) >= HEADERS_MAX

@@ -146,7 +146,8 @@ class Rollouts:
             if pause_s > 0:
                 await self._pause(pause_s)
                 continue
-            grants = await self._asker.ask(engine.info.cohort, room, self.stopping)
+            held = tuple(sorted({*self._held, *self.outbox.lease_ids()}))
+            grants = await self._asker.ask(engine.info.cohort, room, self.stopping, held=held)
             self.learner_away = not grants and not self.stopping.is_set()
             leases = tuple(lease for grant in grants for lease in grant.leases)
             if self.stopping.is_set():

@@ -168,7 +168,7 @@ class RolloutDesk:
             encode_prompt=codec.encode_prompt,
             decode=codec.decode,
         )
-        self._offers = Offers(self._terms, prompts, self._journal, self._keeper.feed)
+        self._offers = Offers(self._terms, prompts, self._keeper)
         self._intake = Intake(
             self._terms,
             prompts,

@@ -8,7 +8,6 @@ Nothing leaves before it is in the ledger. Called by the desk for each LeaseRequ
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
 
 import msgspec
 import trio
@@ -17,19 +16,16 @@ from echo2_mesh import limits
 from echo2_mesh.wire.messages import LeaseGrant, LeaseRequest, Refusal
 from echo2_mesh.wire.ticket import admission_proof
 from echo2_mesh.wire.types import Digest, NodeId
-from echo2_node.learner.journal import Journal
+from echo2_node.learner.keeper import Keeper
 from echo2_node.learner.prompts import Prompts
 from echo2_node.scheduler import events
 from echo2_node.scheduler.clerk import RETRY_AFTER_S
-from echo2_node.scheduler.events import ClerkEvent
 
 HOLD_S = 2.0
 """How long a request waits for a slot before it is answered empty."""
 RECORD_TIMEOUT_S = 2.0
 GRANT_BYTES_MAX = limits.ASK_SIZE_BYTES_MAX // 2
 LEASE_OVERHEAD_BYTES = 1024
-
-Feed = Callable[[ClerkEvent], object]
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +42,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 class Offers:
     """Open requests and their answers."""
 
-    def __init__(self, terms: Terms, prompts: Prompts, journal: Journal, feed: Feed) -> None:
+    def __init__(self, terms: Terms, prompts: Prompts, keeper: Keeper) -> None:
         self._terms = terms
         self._prompts = prompts
-        self._journal = journal
-        self._feed = feed
+        self._keeper = keeper
+        self._journal = keeper.journal
+        self._feed = keeper.feed
         self._requests = 0
         self._answers: dict[int, events.Granted | None] = {}
         self._answered: dict[int, trio.Event] = {}
@@ -62,6 +59,7 @@ class Offers:
         if refusal is not None:
             self.refused += 1
             return refusal
+        self._end_lost(actor, request)
         if self._journal.paused:
             return LeaseGrant(leases=(), retry_after_s=1.0, run_seed=self._prompts.seed)
         granted = await self._ask_clerk(actor, request)
@@ -73,6 +71,15 @@ class Offers:
             retry_after_s=granted.retry_after_s,
             run_seed=self._prompts.seed,
         )
+
+    def _end_lost(self, actor: NodeId, request: LeaseRequest) -> None:
+        """End leases that the actor does not know of: a crash swallowed the grant."""
+        if request.held is None:
+            return
+        live = {held.lease_id for held in self._keeper.clerk.book.of_actor(actor)}
+        lost = tuple(sorted(live - set(request.held)))
+        if lost:
+            self._feed(events.Returned(actor=actor, lease_ids=lost))
 
     async def _ask_clerk(self, actor: NodeId, request: LeaseRequest) -> events.Granted:
         self._requests += 1

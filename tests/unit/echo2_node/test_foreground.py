@@ -131,6 +131,7 @@ def test_an_actors_line_shows_the_fetch():
 
 
 def test_a_fetch_is_a_percentage_and_a_run_is_steps():
-    assert foreground._far("learner", 4, 9) == "step 4/9"
-    assert foreground._far("actor", 3, 9) == "33% fetched"
-    assert foreground._far("actor", 9, 9) == ""
+    fetching = make_snapshot(role="actor", state="fetching")
+    assert foreground._far(make_snapshot(), 4, 9) == "step 4/9, "
+    assert foreground._far(fetching, 3, 9) == "33% fetched, "
+    assert foreground._far(make_snapshot(role="actor", state="generating"), 3, 9) == ""

@@ -64,6 +64,21 @@ async def test_a_waiting_request_is_answered_when_a_slot_frees(tmp_path, autojum
         assert grants[0].leases[0].lease_id != grant.leases[0].lease_id
 
 
+async def test_a_lease_that_its_actor_does_not_know_of_ends_when_it_asks_again(
+    tmp_path, autojump_clock
+):
+    """A learner that is killed between recording a grant and sending it leaves such leases."""
+    async with Run(tmp_path, limit_steps=0).open_desk() as office:
+        actor, other = Actor(office, 1), Actor(office, 2)
+        kept, lost = (await actor.lease(groups_max=2)).leases
+        assert (await other.lease(groups_max=1)).leases == ()
+        await actor.lease(groups_max=1, held=(kept.lease_id,))
+        (again,) = (await other.lease(groups_max=2)).leases
+        assert again.item_index == lost.item_index
+        assert set((await actor.finish(kept)).values()) == {Reason.ADMITTED}
+        assert set((await actor.finish(lost)).values()) == {Reason.LATE}
+
+
 FORGERIES = {
     "reward from the actor": ({"reward": 0.75}, Reason.REWARD_MISMATCH),
     "an infinite reward": ({"reward": float("inf")}, Reason.MALFORMED),
