@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from echo2_node.config import RunConfig
 
 WATCH_INTERVAL_S = 1.0
+STOPPED = "stopped"
+"""Why a daemon ended that was told to; anything else ends the run."""
 
 app = typer.Typer(
     name="echo2-node",
@@ -120,7 +122,12 @@ def learn(
 
     folder = state_dir or sightings.state_base() / config.run.name
     why = learn_in_foreground(config, state_dir=folder, resume=resume, verbose=verbose)
-    errors.print(f"The run has ended: {why}. Its folder: {folder}", highlight=False, soft_wrap=True)
+    ended = (
+        "The learner has stopped; --resume goes on"
+        if why == STOPPED
+        else f"The run has ended: {why}"
+    )
+    errors.print(f"{ended}. Its folder: {folder}", highlight=False, soft_wrap=True)
 
 
 def _check_names(config: RunConfig, *, dry_run: bool) -> None:

@@ -1,7 +1,7 @@
 """What peers say to one another: frozen structs, decoded only after size and signature.
 
-Documented for other implementations in `proto/`; `proto/schema.json` is generated from here.
-Structs evolve by adding optional fields; unknown fields are ignored, unknown kinds refused.
+Documented in `proto/`; `proto/schema.json` is generated from here. Structs evolve by adding
+optional fields; unknown fields are ignored, unknown kinds refused.
 Token ids travel as little-endian int32 bytes, log-probs as little-endian float32 bytes: one
 memcpy to decode, where a MessagePack list costs a hundred times as much.
 """
@@ -14,14 +14,19 @@ import msgspec
 from msgspec import Meta
 
 from echo2_mesh import limits
+from echo2_mesh.wire.blocks import ChunkRef as ChunkRef
+from echo2_mesh.wire.blocks import Cohort as Cohort
+from echo2_mesh.wire.blocks import Sampling as Sampling
+from echo2_mesh.wire.blocks import Value as Value
+from echo2_mesh.wire.blocks import VersionSpan as VersionSpan
 from echo2_mesh.wire.types import (
     AddressField,
     BlobSizeField,
-    ChunkKind,
     CountField,
     DigestField,
     FiniteField,
     HexIdField,
+    LeaseIdsField,
     NameField,
     RateField,
     Reason,
@@ -34,49 +39,6 @@ from echo2_mesh.wire.types import (
     TensorNameField,
     VersionField,
 )
-
-
-class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of everything on the wire: immutable. Subclasses repeat both flags."""
-
-
-# --- building blocks ---------------------------------------------------------------------------
-
-
-class ChunkRef(Value, frozen=True, kw_only=True):
-    """A blob by digest. Whoever holds it may serve it; the bytes must hash to `digest`."""
-
-    kind: ChunkKind
-    digest: DigestField
-    size_bytes: BlobSizeField
-
-
-class Sampling(Value, frozen=True, kw_only=True):
-    """How to sample. `seed` makes member i of a group use seed + i where the engine can."""
-
-    temperature: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    """0 is off."""
-    tokens_max: Annotated[int, Meta(ge=1, le=limits.PAYLOAD_TOKENS_MAX)] = 256
-    seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
-
-
-class Cohort(Value, frozen=True, kw_only=True):
-    """Machines whose numerics may be compared: engine, dtype and device."""
-
-    engine: NameField
-    dtype: NameField
-    device: NameField
-
-
-class VersionSpan(Value, frozen=True, kw_only=True):
-    """Policy `version` generated the tokens [start, end) of a trajectory."""
-
-    version: VersionField
-    start: CountField
-    end: CountField
-
 
 # --- weights -----------------------------------------------------------------------------------
 
@@ -222,7 +184,7 @@ class LeaseRequest(Value, frozen=True, kw_only=True):
     task_digest: DigestField
     admission: Annotated[bytes, Meta(max_length=32)] = b""
     """Proof of the ticket's secret: see `wire.ticket.admission_proof`."""
-    held: Annotated[tuple[HexIdField, ...], Meta(max_length=limits.LEASES_NAMED_MAX)] | None = None
+    held: LeaseIdsField | None = None
     """Every lease that waits for verdicts: a live one not named was lost on the way and ends."""
 
 
@@ -288,7 +250,9 @@ class Trajectory(Value, frozen=True, kw_only=True):
     segments: Annotated[tuple[VersionSpan, ...], Meta(min_length=1, max_length=1024)]
     """Cover exactly the completion [prompt_length, T), in order."""
     reward: FiniteField
-    metrics: Annotated[dict[NameField, FiniteField], Meta(max_length=64)] = {}
+    metrics: Annotated[dict[NameField, FiniteField], Meta(max_length=64)] = msgspec.field(
+        default_factory=dict
+    )
     stop_reason: StopReason
     sampling: Sampling
     cohort: Cohort
@@ -354,6 +318,7 @@ class Refusal(Value, frozen=True, kw_only=True):
 
 class BlobAsk(Value, frozen=True, kw_only=True):
     """Request on the blob protocol."""
+
     digest: DigestField
     size_bytes: BlobSizeField
 

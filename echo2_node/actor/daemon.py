@@ -144,6 +144,7 @@ class Actor:
         self._weights = Weights(mesh, self._metrics)
         self._rollouts: Rollouts | None = None
         self._engine: EnginePort | None = None
+        self._engine_started = False
         self._state = "joining"
         self._last_error = ""
         self._why = "stopped"
@@ -229,7 +230,8 @@ class Actor:
                 failures = 1 if trio.current_time() - started_s > ENGINE_HEALTHY_S else failures + 1
                 self._last_error = error.what
                 log.error("engine died", reason=str(error), count=failures)
-                if failures >= ENGINE_FAILURES_MAX:
+                # An engine that never started will not start by waiting.
+                if failures >= ENGINE_FAILURES_MAX or not self._engine_started:
                     raise error from None
             self._engine = None
             if not self._leaving.is_set():
@@ -243,6 +245,7 @@ class Actor:
         log.info("loading engine", engine=self._config.engine)
         async with self.make_engine(folder, self._mesh.store.folder) as engine:
             self._engine = engine
+            self._engine_started = True
             self._mesh.set_state(cohort=engine.info.cohort)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._weights.follow, engine)

@@ -11,7 +11,7 @@ from types import TracebackType
 from rich import progress as bars
 from rich.console import Console
 
-from echo2_node.foreground import facts_of
+from echo2_node.foreground import WIDE_COLUMNS, facts_of
 from echo2_node.status import Snapshot
 
 PLAIN_INTERVAL_S = 5.0
@@ -29,12 +29,14 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
-            self._bar = bars.Progress(
-                bars.TextColumn("{task.description}"),
-                bars.BarColumn(bar_width=24),
-                bars.MofNCompleteColumn(),
-                bars.TimeElapsedColumn(),
+            columns: tuple[bars.ProgressColumn, ...] = (
+                bars.TextColumn("{task.description} {task.completed}/{task.total}"),
                 bars.TextColumn("{task.fields[facts]}"),
+            )
+            if self._console.width >= WIDE_COLUMNS:
+                columns = (bars.BarColumn(bar_width=24), bars.TimeElapsedColumn(), *columns)
+            self._bar = bars.Progress(
+                *columns,
                 console=self._console,
                 auto_refresh=False,
                 transient=True,
@@ -62,7 +64,7 @@ class Progress:
         facts, done, total = facts_of(snapshot)
         if self._bar is not None:
             if self._row is None:
-                self._row = self._bar.add_task("training", total=total, facts=facts)
+                self._row = self._bar.add_task("step", total=total, facts=facts)
             self._bar.update(self._row, completed=done, total=total, facts=facts, refresh=True)
         elif time.monotonic() - self._said_s >= PLAIN_INTERVAL_S:
             self._said_s = time.monotonic()

@@ -234,7 +234,7 @@ class Learner:
             **report.metrics,
         }
         self._metrics.write(record)
-        log.info(
+        log.debug(
             "step",
             version=before,
             step=self._step,

@@ -209,6 +209,16 @@ def test_learn_hands_file_and_overrides_to_the_learner(run, base, tmp_path, monk
     assert "all steps done" in err
 
 
+def test_a_stopped_learner_says_how_to_go_on(run, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_check_names", lambda *_, **__: None)
+    monkeypatch.setattr(foreground, "learn_in_foreground", lambda *_, **__: "stopped")
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "m"\n[task]\nid = "sort_digits"\n')
+    code, _, err = run("learn", path)
+    assert code == 0
+    assert "--resume" in err
+
+
 def test_a_dry_run_prints_every_setting_and_starts_nothing(run, base, tmp_path, monkeypatch):
     monkeypatch.setattr(foreground, "learn_in_foreground", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(cli, "_check_names", lambda config, *, dry_run: None)
