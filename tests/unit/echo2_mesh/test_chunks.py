@@ -2,8 +2,6 @@
 
 import gc
 import os
-import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +14,7 @@ from echo2_mesh.chunks import ChunkStore, digest_of
 from echo2_mesh.errors import LocalError, PeerError
 from echo2_mesh.wire.messages import ChunkRef
 from echo2_mesh.wire.types import ChunkKind, Digest
+from tests.limited import files_at_most
 
 
 def ref_of(data):
@@ -41,17 +40,6 @@ def age(store, digest, seconds):
 def view_of(store, digest):
     with store.view(digest) as view:
         return bytes(view)
-
-
-@pytest.fixture
-def tiny_files():
-    """Writes above 1000 bytes fail with EFBIG, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_what_was_put_is_read_back(store):
@@ -239,9 +227,12 @@ def test_a_store_without_a_quota_never_evicts(tmp_path):
     assert all(map(store.has, digests))
 
 
-def test_a_full_disk_is_said_so_and_harms_nothing(store, tiny_files):
+def test_a_full_disk_is_said_so_and_harms_nothing(store):
     kept = store.add(ChunkKind.FULL, b"kept").digest
-    with pytest.raises(LocalError, match=r"disk of .* is full") as caught:
+    with (
+        files_at_most(1000),
+        pytest.raises(LocalError, match=r"disk of .* is full") as caught,
+    ):
         store.put(ref_of(b"x" * 5000), b"x" * 5000)
     assert "Free space" in caught.value.hint
     assert names(store) == [kept.hex()]

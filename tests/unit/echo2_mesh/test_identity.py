@@ -1,14 +1,13 @@
 """The key file is its owner's alone, is never overwritten, and names the node."""
 
 import os
-import resource
-import signal
 import stat
 
 import pytest
 
 from echo2_mesh.errors import LocalError, PeerError, UsageError
 from echo2_mesh.identity import Identity, node_id_of, public_key_of, verify
+from tests.limited import files_at_most
 
 
 def test_the_node_id_of_a_known_seed_is_libp2ps_peer_id():
@@ -94,16 +93,9 @@ def test_a_file_in_place_of_the_folder_is_a_local_error(tmp_path):
 
 
 def test_a_full_disk_leaves_no_half_key_behind(tmp_path):
-    """RLIMIT_FSIZE makes the write fail with EFBIG, as a full disk does with ENOSPC."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    try:
-        with pytest.raises(LocalError, match="cannot be written"):
-            Identity.generate().save(tmp_path / "key")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    """EFBIG, as a full disk's ENOSPC."""
+    with files_at_most(10), pytest.raises(LocalError, match="cannot be written"):
+        Identity.generate().save(tmp_path / "key")
     assert not os.listdir(tmp_path)
 
 
