@@ -42,6 +42,9 @@ INBOUND_RPC_BYTES_MAX = 1 * limits.MIB + 64 * limits.KIB
 SEEN_TTL_S = 120
 VALIDATORS_MAX = 8
 PUBLISH_TIMEOUT_S = 5.0
+SUBSCRIPTIONS_REPEAT_S = 5.0
+"""The library says once per stream what it subscribes to, and forgets what a peer said when its
+own stream to that peer breaks, though the peer's stream lives on and repeats nothing."""
 
 
 class Gossip:
@@ -132,6 +135,15 @@ class Gossip:
                 self._counters["gossip_refused"] += 1
                 log.debug("gossip refused: %s", error)
 
+    async def repeat_subscriptions(self) -> None:
+        """Tell every peer again what this node listens to, until cancelled."""
+        while True:
+            await trio.sleep(SUBSCRIPTIONS_REPEAT_S)
+            if self.pubsub.topic_ids:
+                await self.pubsub.message_all_peers(
+                    self.pubsub.get_hello_packet().SerializeToString()
+                )
+
     def knows(self, peer: ID) -> bool:
         """True once a gossip stream to this peer is open."""
         return peer in self.pubsub.peers
@@ -150,4 +162,7 @@ async def open_gossip(
         guards.guard_tasks(gossip.pubsub, counters)
         guards.guard_tasks(gossip.router, counters)
         await gossip.pubsub.wait_until_ready()
-        yield gossip
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(gossip.repeat_subscriptions)
+            yield gossip
+            nursery.cancel_scope.cancel()

@@ -18,8 +18,10 @@ HEADERS_MAX = 4096
 """Unacknowledged headers kept; with more, no new lease is taken."""
 GATHER_S = 0.2
 """Headers finished within this time leave as one announcement: gossip costs per message."""
-RETRY_S = 2.0
+RETRY_S = 1.0
 RETRY_S_MAX = 15.0
+DIRECT_FIRST, DIRECT_MAX = 4, 64
+"""Announcements that go directly at once after gossip failed."""
 HEADER_OVERHEAD_BYTES = 512
 
 
@@ -35,13 +37,20 @@ class _Waiting(msgspec.Struct, kw_only=True):
     due_s: float
     expires_s: float
     sent_count: int = 0
+    gossiped: bool = False
 
 
 class Outbox:
-    """Headers by (lease, index), each with the time of its next announcement."""
+    """Headers by (lease, index), each with the time of its next announcement.
+
+    Where gossip brought no verdict before the retry, the next announcements go directly at once,
+    twice as many each time, before gossip is tried again: a retry's delay makes rollouts stale.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, int], _Waiting] = {}
+        self._direct_left = 0
+        self._direct_next = DIRECT_FIRST
         self.expired_count = 0
 
     def __len__(self) -> int:
@@ -63,7 +72,9 @@ class Outbox:
 
     def acknowledge(self, notes: tuple[VerdictNote, ...]) -> tuple[TrajectoryHeader, ...]:
         """Forget what has a verdict; the headers forgotten, whose payloads may go."""
-        found = (self._waiting.pop((note.lease_id, note.index), None) for note in notes)
+        found = [self._waiting.pop((note.lease_id, note.index), None) for note in notes]
+        if any(entry is not None and entry.gossiped for entry in found):
+            self._direct_next = DIRECT_FIRST
         return tuple(entry.header for entry in found if entry is not None)
 
     def due(self, now_s: float) -> tuple[Send, ...]:
@@ -72,12 +83,19 @@ class Outbox:
             if now_s >= entry.expires_s:
                 del self._waiting[key]
                 self.expired_count += 1
+        due = [entry for entry in self._waiting.values() if entry.due_s <= now_s]
+        if any(entry.gossiped for entry in due):
+            self._direct_left = self._direct_next
+            self._direct_next = min(2 * self._direct_next, DIRECT_MAX)
+        gossip = self._direct_left == 0
+        if any(entry.sent_count == 0 for entry in due):
+            self._direct_left = max(0, self._direct_left - 1)
         by_way: dict[bool, list[TrajectoryHeader]] = {False: [], True: []}
-        for entry in self._waiting.values():
-            if entry.due_s <= now_s:
-                by_way[entry.sent_count > 0].append(entry.header)
-                entry.sent_count += 1
-                entry.due_s = now_s + min(RETRY_S * 2 ** (entry.sent_count - 1), RETRY_S_MAX)
+        for entry in due:
+            entry.gossiped = gossip and entry.sent_count == 0
+            by_way[not entry.gossiped].append(entry.header)
+            entry.sent_count += 1
+            entry.due_s = now_s + min(RETRY_S * 2 ** (entry.sent_count - 1), RETRY_S_MAX)
         return tuple(
             Send(headers=part, directly=directly)
             for directly, headers in by_way.items()

@@ -23,7 +23,7 @@ from libp2p.pubsub.pubsub import PUBSUB_SIGNING_PREFIX
 from echo2_mesh import limits
 from echo2_mesh.errors import LocalError, PeerError, UsageError
 from echo2_mesh.identity import Identity
-from echo2_mesh.net import guards, streams
+from echo2_mesh.net import gossip, guards, streams
 from echo2_mesh.net.connections import peer_of
 from echo2_mesh.net.libp2p_carrier import Libp2pCarrier, open_libp2p_carrier
 
@@ -358,6 +358,30 @@ async def test_gossip_reaches_all_of_five_nodes_in_a_line(opened: Open) -> None:
     with trio.fail_after(15):
         while len(heard) < 4:
             await line[0].publish("t", b"along the line")
+            await trio.sleep(0.3)
+
+
+async def test_a_subscription_that_was_forgotten_is_heard_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library forgets it when its own stream to the subscriber breaks."""
+    monkeypatch.setattr(gossip, "SUBSCRIPTIONS_REPEAT_S", 0.2)
+    learner, actor = await opened(), await opened(listen=())
+    heard: list[bytes] = []
+
+    async def hear(data: bytes) -> None:
+        heard.append(data)
+
+    await learner.subscribe("u", hear)
+    await join(actor, learner)
+    topics = actor._gossip.pubsub.peer_topics
+    await wait_until(lambda: bool(topics.get("u")))
+    actor._gossip.pubsub._handle_dead_peer(peer_of(learner.node))
+    assert not topics.get("u")
+    await wait_until(lambda: bool(topics.get("u")))
+    with trio.fail_after(15):
+        while not heard:
+            await actor.publish("u", b"rollout")
             await trio.sleep(0.3)
 
 

@@ -7,7 +7,14 @@ import itertools
 from echo2_mesh import limits
 from echo2_mesh.wire.messages import ChunkRef, TrajectoryHeader, VerdictNote
 from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion, Reason
-from echo2_node.actor.outbox import GATHER_S, RETRY_S, RETRY_S_MAX, Outbox, Tally
+from echo2_node.actor.outbox import (
+    DIRECT_FIRST,
+    GATHER_S,
+    RETRY_S,
+    RETRY_S_MAX,
+    Outbox,
+    Tally,
+)
 
 LEASE = "0" * 32
 
@@ -50,6 +57,53 @@ def test_what_gossip_lost_is_sent_directly_until_a_verdict_comes():
     assert box.acknowledge((note(0),)) == (header(0),)
     assert box.due(999.0) == ()
     assert box.next_due_s() is None
+
+
+def announce(box: Outbox, index: int, at_s: float) -> bool:
+    """Add one header and announce it: True if directly."""
+    box.add(header(index), at_s, expires_s=1e9)
+    (send,) = [s for s in box.due(at_s + GATHER_S) if index in {h.index for h in s.headers}]
+    return send.directly
+
+
+def test_after_gossip_failed_announcements_go_directly_at_once_and_gossip_is_tried_again():
+    box = Outbox()
+    assert not announce(box, 0, 0.0)
+    box.due(GATHER_S + RETRY_S)
+    box.acknowledge((note(0),))
+    ways = []
+    for index in range(1, DIRECT_FIRST + 2):
+        ways.append(announce(box, index, 100.0 * index))
+        box.acknowledge((note(index),))
+    assert ways == [True] * DIRECT_FIRST + [False]
+
+
+def test_gossip_that_failed_again_is_left_alone_for_longer_and_success_is_forgiven():
+    box = Outbox()
+    index, at_s = 0, 0.0
+
+    def next_way() -> bool:
+        nonlocal index, at_s
+        index, at_s = index + 1, at_s + 100.0
+        return announce(box, index, at_s)
+
+    for expected in (DIRECT_FIRST, 2 * DIRECT_FIRST):
+        assert not next_way()
+        box.due(at_s + GATHER_S + RETRY_S)
+        box.acknowledge((note(index),))
+        for _ in range(expected):
+            assert next_way()
+            box.acknowledge((note(index),))
+    assert not next_way()
+    box.acknowledge((note(index),))
+    assert not next_way()
+    box.due(at_s + GATHER_S + RETRY_S)
+    box.acknowledge((note(index),))
+    ways = []
+    for _ in range(DIRECT_FIRST + 1):
+        ways.append(next_way())
+        box.acknowledge((note(index),))
+    assert ways == [True] * DIRECT_FIRST + [False]
 
 
 def test_the_pauses_between_announcements_grow_to_a_bound():
