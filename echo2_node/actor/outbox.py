@@ -84,6 +84,13 @@ class Outbox:
                 del self._waiting[key]
                 self.expired_count += 1
         due = [entry for entry in self._waiting.values() if entry.due_s <= now_s]
+        if any(entry.sent_count == 0 for entry in due):
+            # What finished meanwhile goes along: announcements cost by number, not by size.
+            due += [
+                entry
+                for entry in self._waiting.values()
+                if entry.sent_count == 0 and entry.due_s > now_s
+            ]
         if any(entry.gossiped for entry in due):
             self._direct_left = self._direct_next
             self._direct_next = min(2 * self._direct_next, DIRECT_MAX)

@@ -37,6 +37,7 @@ from echo2_node.tokens import TokenCodec
 
 log = structlog.get_logger()
 
+ROOM_SHARE = 4
 LEARNER_AWAY_RETRY_S = 1.0
 STORE_RETRY_S = 10.0
 """After a trajectory could not be stored: how long no lease is taken."""
@@ -139,7 +140,7 @@ class Rollouts:
     async def _take_leases(self, engine: EnginePort, nursery: trio.Nursery) -> None:
         while not self.stopping.is_set():
             room = self._config.groups_in_flight_max - len(self._held)
-            if room <= 0 or self.outbox.full():
+            if not self._worth_asking(room) or self.outbox.full():
                 await unless(self.stopping, self._moved.wait)
                 continue
             pause_s = self._pause_until_s - trio.current_time()
@@ -160,6 +161,10 @@ class Rollouts:
                 for lease in leases:
                     self._held[lease.lease_id] = lease
                     nursery.start_soon(self._work, engine, lease, grants[0].run_seed)
+
+    def _worth_asking(self, room: int) -> bool:
+        """A question for one group costs as much as one for many: wait for a quarter's room."""
+        return room > 0 and ROOM_SHARE * room >= self._config.groups_in_flight_max
 
     async def _pause(self, seconds: float) -> None:
         with trio.move_on_after(seconds):

@@ -47,6 +47,15 @@ def test_headers_that_finish_together_leave_as_one_gossip_message():
     assert [h.index for h in send.headers] == list(range(8))
 
 
+def test_what_finished_while_another_waited_goes_along_with_it():
+    box = Outbox()
+    for index in range(4):
+        box.add(header(index), index * GATHER_S / 4, expires_s=100.0)
+    (send,) = box.due(GATHER_S)
+    assert [h.index for h in send.headers] == [0, 1, 2, 3]
+    assert box.next_due_s() == GATHER_S + RETRY_S
+
+
 def test_what_gossip_lost_is_sent_directly_until_a_verdict_comes():
     box = Outbox()
     box.add(header(0), 0.0, expires_s=1000.0)
