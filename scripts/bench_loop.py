@@ -4,10 +4,12 @@
 Measures, one after the other in the same run and with the same model, task and batch: the engine
 alone (one worker process, as many groups in flight as an actor takes), the trainer alone (step
 and export, on samples that the engine has just made), and the whole loop (learner and actors as
-real processes on the loopback mesh). Prints progress on standard error and one JSON object as
-the last line of standard output; exits 0 whether or not a bar is met.
+real processes on the loopback mesh). Twice: with the demo's model, where a rollout is so cheap
+that the daemons' work for each of them counts, and with one twenty times its size. Prints
+progress on standard error and one JSON object as the last line of standard output; exits 0
+whether or not a bar is met.
 
-  scripts/bench_loop.py [--steps 60] [--actors 1] [--task sort_digits] [--seconds 8]
+  scripts/bench_loop.py [--models tiny,small] [--steps 60] [--actors 1] [--seconds 8]
 """
 
 from __future__ import annotations
@@ -50,6 +52,18 @@ from echo2_node.tasks.registry import make_task, task_spec  # noqa: E402
 from echo2_node.telemetry import read_metrics  # noqa: E402
 from echo2_node.tokens import TokenCodec  # noqa: E402
 
+MODELS: dict[str, dict[str, Any] | None] = {
+    "tiny": None,
+    "small": {
+        "hidden": 256,
+        "layers": 6,
+        "heads": 8,
+        "kv_heads": 4,
+        "intermediate": 768,
+        "steps": 40,
+    },
+}
+"""The demo's starting model (0.3 million parameters), and one of 5 million."""
 WARM_UP_STEPS = 10
 """Steps of the loop that are not counted: processes are still arriving."""
 STEP_TIMEOUT_S = 120.0
@@ -299,20 +313,13 @@ def _install_delays_s(steps: list[dict[str, Any]], actor: Process) -> list[float
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--actors", type=int, default=1)
-    parser.add_argument("--task", default="sort_digits")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each half alone")
-    options = parser.parse_args()
-    runs = {"sort_digits": "demo.toml"}
-    template = ROOT / "runs" / runs.get(options.task, f"{options.task}.toml")
-    say("model: from the cache, or warmed up now")
+def measure(size: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Bars and figures of one model."""
+    template = ROOT / "runs" / "demo.toml"
     args = load_run(template, ("model.path=unused",)).task.args
-    model = starting_model(options.task, args, tell=say)
+    settings = MODELS[size]
+    name = "" if settings is None else f"sort_digits-{size}"
+    model = starting_model("sort_digits", args, tell=say, name=name, settings=settings)
     config = load_run(
         template,
         (
@@ -322,38 +329,41 @@ def main() -> None:
             'mesh.listen=["/ip4/127.0.0.1/tcp/0"]',
         ),
     )
-    with tempfile.TemporaryDirectory(prefix="echo2-bench-") as name:
-        folder = Path(name)
-        say("engine alone, then trainer alone")
+    with tempfile.TemporaryDirectory(prefix="echo2-bench-") as folder_name:
+        folder = Path(folder_name)
+        say(f"{size}: engine alone, then trainer alone")
         engine, trainer = trio.run(Halves(config, folder, options.seconds).measure)
-        say(f"the whole loop, {options.steps} steps with {options.actors} actors")
+        say(f"{size}: the whole loop, {options.steps} steps with {options.actors} actors")
         loop = run_loop(config, folder, options.actors)
     slower = min(engine["samples_per_s"] * options.actors, trainer["samples_per_s"])
-    daemons = sum(share for name, share in loop["cpu_share"].items() if "daemon" in name)
+    daemons = sum(share for part, share in loop["cpu_share"].items() if "daemon" in part)
+    delay_s = max((d["median"] for d in loop["step_to_generating_s"].values()), default=-1.0)
     bars = [
-        _bar("loop_share_of_slower_half", loop["samples_per_s"] / slower, "ratio", 0.9, True),
-        _bar("daemon_cpu_share_total", daemons, "cores", 0.5, False),
-        _bar(
-            "step_to_generating_median",
-            max((d["median"] for d in loop["step_to_generating_s"].values()), default=-1.0),
-            "s",
-            2.0,
-            False,
-        ),
+        _bar(f"{size}_loop_of_slower_half", loop["samples_per_s"] / slower, "ratio", 0.9, True),
+        _bar(f"{size}_daemons_cpu", daemons, "cores", 0.5, False),
+        _bar(f"{size}_step_to_generating_median", delay_s, "s", 2.0, False),
     ]
-    print(
-        json.dumps(
-            {
-                "bench": "loop",
-                "bars": bars,
-                "cores": os.cpu_count(),
-                "actors": options.actors,
-                "engine_alone": engine,
-                "trainer_alone": trainer,
-                "loop": loop,
-            }
-        )
+    return bars, {"engine_alone": engine, "trainer_alone": trainer, "loop": loop}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--models", default="tiny,small")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--actors", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each half alone")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"bench": "loop", "bars": []}
+    for size in options.models.split(","):
+        if size not in MODELS:
+            parser.error(f"there is no model '{size}'; known: {', '.join(MODELS)}")
+        bars, figures = measure(size, options)
+        result["bars"] += bars
+        result[size] = figures
+    result |= {"cores": os.cpu_count(), "actors": options.actors}
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def _bar(name: str, value: float, unit: str, bar: float, at_least: bool) -> dict[str, Any]:

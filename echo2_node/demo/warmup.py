@@ -26,20 +26,29 @@ ERROR_LINES = 12
 
 
 def starting_model(
-    task_id: str, task_args: Mapping[str, Any], *, tell: Callable[[str], None]
+    task_id: str,
+    task_args: Mapping[str, Any],
+    *,
+    tell: Callable[[str], None],
+    name: str = "",
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """The folder of a tiny model that is a little able at the task.
 
     Args:
+        name: where it is cached, for models beside the task's usual one.
+        settings: of `learner.starter.StarterSettings`; None for the task's usual ones.
         tell: gets a line whenever there is something to say.
 
     Errors:
         UsageError: the task has no demonstrations to warm up on.
         LocalError: it could not be made; the message ends with what the program printed.
     """
-    folder = platformdirs.user_cache_path("echo2") / "starters" / task_id
+    folder = platformdirs.user_cache_path("echo2") / "starters" / (name or task_id)
     command = [sys.executable, "-m", "echo2_node.learner.starter", "--task", task_id]
     command += ["--args", json.dumps(dict(task_args)), "--out", str(folder)]
+    if settings is not None:
+        command += ["--settings", json.dumps(dict(settings))]
     printed: deque[str] = deque(maxlen=ERROR_LINES)
     last: dict[str, Any] = {}
     with subprocess.Popen(
