@@ -30,6 +30,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$(?!\n)")] = "run"
     """Prefix of the run id; also the name of the state folder."""
     seed: NonNegative = 0
+    """Names the prompts: the same seed gives the same items in the same order."""
     steps: Positive = 100
     """Training steps until the run ends by itself."""
 
@@ -41,7 +42,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
 
 class TaskSection(Section, frozen=True, kw_only=True):
     id: str
+    """Which task: sort_digits or countdown; the only line to change for another."""
     args: dict[str, Any] = {}
+    """The task's own arguments; an unknown one is named when the run starts."""
 
 
 class RolloutSection(Section, frozen=True, kw_only=True):
@@ -50,10 +53,15 @@ class RolloutSection(Section, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=2, le=limits.GROUP_SIZE_MAX)] = 8
     """G: samples of one prompt; 1 has no baseline and is refused."""
     tokens_max: Annotated[int, Meta(ge=1, le=limits.PAYLOAD_TOKENS_MAX)] = 256
+    """Longest completion in tokens; longer ones are cut and count as unfinished."""
     temperature: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    """Of sampling; log-probs are taken after it."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """1 samples from everything, which keeps the importance ratio exact."""
     top_k: NonNegative = 0
+    """0 is off."""
     lease_ttl_s: Seconds = 300.0
+    """How long an actor may take for a prompt group before it is offered again."""
     refills_per_group_max: NonNegative = 3
     """A group that lost members more often than this is abandoned."""
     zero_variance_groups_max: Positive = 2000
@@ -78,24 +86,37 @@ class StalenessSection(Section, frozen=True, kw_only=True):
 
 class LearnerSection(Section, frozen=True, kw_only=True):
     loss: str = "dppo"
+    """dppo (recommended), dapo or grpo."""
     loss_args: dict[str, Annotated[float, Meta(ge=-1e18, le=1e18)]] = {}
+    """Arguments of the loss by name; an unknown one is answered with the known ones."""
     lr: Annotated[float, Meta(gt=0.0, le=10.0)] = 1e-6
+    """AdamW's learning rate: about 1e-6 for a whole model; less with more staleness."""
     lr_warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises from zero."""
     adam_beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    """Decay of AdamW's first moment."""
     adam_beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.99
+    """Decay of AdamW's second moment."""
     adam_eps: Annotated[float, Meta(gt=0.0)] = 1e-8
+    """AdamW's epsilon."""
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.0
+    """AdamW's decoupled weight decay."""
     grad_clip: Annotated[float, Meta(gt=0.0)] = 1.0
+    """Largest norm of the gradient."""
     tokens_per_micro_batch: Positive = 16384
+    """Tokens, padding included, of one forward and backward pass; bounds memory."""
     logprob_chunk_tokens: Positive = 1024
     """Positions whose logits exist at once; bounds memory by this times the vocabulary."""
     skipped_steps_max: Positive = 5
     """Non-finite steps in a row before the run stops."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one."""
     threads: NonNegative = 0
     """Torch threads; 0 chooses from the cores. Shared small hosts want 1."""
     checkpoint_every_steps: Positive = 10
+    """A crash costs at most so many steps; nothing accepted is lost."""
     checkpoints_kept: Positive = 2
+    """Older ones are deleted."""
 
 
 class MeshSection(Section, frozen=True, kw_only=True):
@@ -106,6 +127,7 @@ class MeshSection(Section, frozen=True, kw_only=True):
     bootstrap: tuple[str, ...] = ()
     """Addresses (with /p2p/<id>) of any live members, beside those remembered."""
     mdns: bool = True
+    """Find nodes on the local network."""
     open: bool = True
     """False: only holders of the ticket's secret get leases."""
     ticket_hours: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -113,7 +135,9 @@ class MeshSection(Section, frozen=True, kw_only=True):
     chunk_size_bytes: Annotated[int, Meta(ge=4096, le=limits.CHUNK_SIZE_BYTES_MAX)] = (
         limits.CHUNK_SIZE_BYTES_DEFAULT
     )
+    """Weights are cut into pieces of this size."""
     store_quota_bytes: Positive = limits.STORE_QUOTA_BYTES_DEFAULT
+    """Disk for weights and rollouts; the least recently used goes first."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -132,19 +156,27 @@ class ActorConfig(Section, frozen=True, kw_only=True):
     """What `echo2-node join` needs beside the ticket; every field is an option of the command."""
 
     name: Annotated[str, Meta(max_length=64)] = ""
+    """What others' tables call this node."""
     engine: str = "torch"
+    """What generates: torch, or vllm where that extra is installed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     threads: NonNegative = 0
+    """Threads for computing; 0 chooses from the cores, 1 on small hosts."""
     sequences_max: Positive = 64
     """Sequences decoded at once."""
     groups_in_flight_max: Annotated[int, Meta(ge=1, le=limits.LEASES_PER_GRANT_MAX)] = 8
+    """Prompt groups held at once."""
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Empty: dial out only."""
     announce: tuple[str, ...] = ()
+    """What to tell others instead of the addresses listened on."""
     mdns: bool = True
+    """Find nodes on the local network."""
     store_quota_bytes: Positive = limits.STORE_QUOTA_BYTES_DEFAULT
+    """Disk for weights and rollouts; the least recently used goes first."""
     drain_s: Seconds = 20.0
     """On SIGTERM: how long running generations may take before their leases are handed back."""
 
@@ -187,7 +219,7 @@ def load_run(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     return config
 
 
-_EVERY_SETTING = "`echo2_node/config.py` has every setting with its bounds and default."
+_EVERY_SETTING = "`runs/settings.md` lists every setting with its bounds, default and meaning."
 
 
 def convert(data: object, kind: type[Any], *, where: str, hint: str = _EVERY_SETTING) -> Any:
