@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -167,7 +168,7 @@ class ChunkStore:
                 self._forget(digest)
 
     def trim(self) -> None:
-        """Count what all processes have written and evict down to the quota."""
+        """Count what all processes have written; evict down to the quota and the disk's reserve."""
         with self._lock:
             self._evict(0)
 
@@ -182,9 +183,14 @@ class ChunkStore:
                 try:
                     self._write_once(digest, data)
                     return
-                except FileNotFoundError:
-                    if attempt == _WRITE_ATTEMPTS_MAX:
+                except OSError as error:
+                    full = error.errno in _FULL_DISK and self._could_hold(len(data))
+                    gone = isinstance(error, FileNotFoundError)
+                    if attempt == _WRITE_ATTEMPTS_MAX or not (full or gone):
                         raise
+                    if full:
+                        with self._lock:
+                            self._evict(len(data))
         except OSError as error:
             if error.errno in _FULL_DISK:
                 raise LocalError(
@@ -260,7 +266,7 @@ class ChunkStore:
                 self._evict(size_bytes)
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict until `size_bytes` fit under the quota; pinned blobs never go.
+        """Evict until `size_bytes` fit under quota and disk reserve; pinned blobs never go.
 
         A sixteenth more than needed goes, so that a full store is not listed for every write.
         Where the pinned ones alone exceed the quota the blob is stored all the same: what a node
@@ -271,14 +277,29 @@ class ChunkStore:
         )
         self._writes_until_count = _WRITES_BETWEEN_COUNTS
         self.used_bytes = sum(size for _, _, size in files)
-        if self.quota_bytes is None or self.used_bytes + size_bytes <= self.quota_bytes:
+        budget_bytes = self._budget_bytes()
+        if budget_bytes is None or self.used_bytes + size_bytes <= budget_bytes:
             self._crowded = False
             return
         kept = self._kept()
-        goal_bytes = self.quota_bytes - self.quota_bytes // 16 - size_bytes
+        goal_bytes = budget_bytes - budget_bytes // 16 - size_bytes
         for _, digest, _ in files:
             if self.used_bytes <= goal_bytes:
                 break
             if digest not in kept:
                 self._forget(digest)
-        self._crowded = self.used_bytes + size_bytes > self.quota_bytes
+        self._crowded = self.used_bytes + size_bytes > budget_bytes
+
+    def _could_hold(self, size_bytes: int) -> bool:
+        """True if evicting may help: never for a blob that is larger than the disk."""
+        if self.quota_bytes is None:
+            return False
+        return size_bytes < shutil.disk_usage(self.folder).total
+
+    def _budget_bytes(self) -> int | None:
+        """What the store may hold: its quota, or less where the disk has less; None: any."""
+        if self.quota_bytes is None:
+            return None
+        disk = shutil.disk_usage(self.folder)
+        room_bytes = disk.free - disk.total // limits.DISK_RESERVE_SHARE
+        return min(self.quota_bytes, max(0, self.used_bytes + room_bytes))

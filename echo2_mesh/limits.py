@@ -86,6 +86,8 @@ BLAMES_BEFORE_BAN = 3
 """Bad or late answers from one peer within a version before nothing more is asked of it."""
 
 # --- disk --------------------------------------------------------------------------------------
+DISK_RESERVE_SHARE = 10
+"""A tenth of the disk stays free: older blobs go before the next version finds no room."""
 STORE_QUOTA_BYTES_DEFAULT = 200 * 1024 * MIB
 KEPT_VERSIONS = 2
 """The installed version and the one before it are never evicted."""

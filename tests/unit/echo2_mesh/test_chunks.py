@@ -2,9 +2,11 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -238,6 +240,19 @@ def test_a_full_disk_is_said_so_and_harms_nothing(store):
     assert names(store) == [kept.hex()]
     assert store.used_bytes == 4
     assert store.read(kept) == b"kept"
+
+
+def test_old_blobs_go_before_the_disk_is_full_and_pinned_ones_stay(store, monkeypatch):
+    pinned = store.add(ChunkKind.FULL, b"p" * 1000).digest
+    store.pin("version", [pinned])
+    old = [store.add(ChunkKind.FULL, bytes([i]) * 1000).digest for i in range(4)]
+    for seconds, digest in enumerate(old):
+        age(store, digest, 100 - seconds)
+    usage = SimpleNamespace(total=10_000, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    store.trim()
+    assert store.has(pinned)
+    assert [store.has(digest) for digest in old] == [False, False, True, True]
 
 
 @pytest.mark.root
