@@ -8,6 +8,7 @@ bear repeats. A message from a liar is counted and dropped here.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,7 +54,7 @@ class Topics:
     async def join(self, *, learner: bool) -> None:
         """Subscribe to what this role hears."""
         for name in topics_of(self._envelopes.run_id, learner=learner):
-            await self._carrier.subscribe(name, self._hear)
+            await self._carrier.subscribe(name, partial(self._hear, name))
 
     def hear_opened(self, kind: type, handler: Callable[[Opened], Awaitable[None]]) -> None:
         """Call `handler` with each verified envelope of `kind`, its raw bytes included."""
@@ -84,19 +85,25 @@ class Topics:
         topic = topic_name(self._envelopes.run_id, _TOPIC_OF[kind])
         await self._carrier.publish(topic, raw)
 
-    async def _hear(self, raw: bytes) -> None:
+    async def _hear(self, topic: str, raw: bytes) -> None:
         async with self._guard.serving():
-            await self._guard.forgive("refused_gossip", self.deliver(raw))
+            await self._guard.forgive("refused_gossip", self.deliver(raw, topic=topic))
 
-    async def deliver(self, raw: bytes) -> None:
+    async def deliver(self, raw: bytes, *, topic: str | None = None) -> None:
         """Verify an envelope, however it came, and hand it to its handlers.
 
+        Args:
+            topic: where it was heard; None for one that a member passed on.
+
         Raises:
-            PeerError: it is illegal, or a handler refused it.
+            PeerError: it is illegal, on another kind's topic, or a handler refused it.
         """
         opened = self._envelopes.unseal(raw, size_bytes_max=limits.GOSSIP_SIZE_BYTES_MAX)
         if type(opened.message) not in _TOPIC_OF:
             raise PeerError("This kind of message does not travel by gossip.")
+        own = topic_name(self._envelopes.run_id, _TOPIC_OF[type(opened.message)])
+        if topic is not None and topic != own:
+            raise PeerError(f"A {type(opened.message).__name__} does not belong on {topic}.")
         await self.dispatch(opened)
 
     async def dispatch(self, opened: Opened) -> None:

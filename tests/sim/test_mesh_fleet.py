@@ -8,17 +8,19 @@ from echo2_mesh.core.members import Standing
 from echo2_mesh.errors import PeerError
 from echo2_mesh.net.blobs import BLOB_PROTOCOL
 from echo2_mesh.net.questions import ASK_PROTOCOL
+from echo2_mesh.net.topics import topic_name
 from echo2_mesh.testing import flip_bits, identity_of, make_version, open_fleet, seeds
 from echo2_mesh.wire.messages import (
     Announce,
     CatchUp,
     CaughtUp,
+    ChunkRef,
     Goodbye,
     LeaseRequest,
     RolloutBatch,
     TrajectoryHeader,
 )
-from echo2_mesh.wire.types import ChunkKind, PolicyVersion, Role
+from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion, Role
 
 KIB = 1024
 
@@ -253,6 +255,33 @@ async def test_an_announcement_by_another_than_the_learner_is_refused(autojump_c
         with pytest.raises(trio.WouldBlock):
             actor.mesh.versions().receive_nowait()
         assert actor.mesh.counters["forged_announces"] == 1
+
+
+async def test_a_kind_on_another_kinds_topic_is_refused_and_counted(autojump_clock, tmp_path):
+    async with open_fleet(tmp_path, seed=1) as fleet:
+        actor, rogue = await started(fleet, 2)
+        heard = []
+
+        async def hear(sender, batch):
+            heard.append(sender)
+
+        actor.mesh.hear(RolloutBatch, hear)
+        await trio.sleep(2)
+        header = TrajectoryHeader(
+            lease_id="0" * 32,
+            group_id="0" * 32,
+            index=0,
+            version_min=PolicyVersion(0),
+            version_max=PolicyVersion(0),
+            tokens=1,
+            reward=0.0,
+            payload=ChunkRef(kind=ChunkKind.TRAJECTORY, digest=Digest(bytes(32)), size_bytes=1),
+        )
+        raw = rogue.mesh.seal(RolloutBatch(headers=(header,)))
+        await rogue.mesh._carrier.publish(topic_name(rogue.mesh.run_id, "control"), raw)
+        await trio.sleep(5)
+        assert heard == []
+        assert actor.mesh.counters["refused_gossip"] == 1
 
 
 async def test_a_manifest_signed_by_another_key_is_refused(autojump_clock, tmp_path):
