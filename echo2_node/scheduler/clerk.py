@@ -347,7 +347,7 @@ class Clerk:
                 request,
                 version=self.version,
                 groups_max=may_have,
-                others=len(waiting) - place,
+                waiting=[later.actor for later, _ in waiting[place:]],
                 now_s=now_s,
             )
             self._records += facts

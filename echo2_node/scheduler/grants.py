@@ -6,15 +6,18 @@ about requests that must wait. Called by the clerk alone.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from random import Random
 
-from echo2_mesh.wire.types import PolicyVersion
+from echo2_mesh.wire.types import NodeId, PolicyVersion
 from echo2_node.scheduler import admission
 from echo2_node.scheduler.admission import Rules
 from echo2_node.scheduler.events import Requested
 from echo2_node.scheduler.groups import Group, Phase, Shelf
 from echo2_node.scheduler.leases import LeaseBook
 from echo2_node.scheduler.records import GroupOpened, LeaseGranted, OpenLease, Record
+from echo2_node.scheduler.shares import Shares
 
 _SEED_BITS = 48
 
@@ -35,6 +38,7 @@ class Grants:
         self._book = book
         self._rng = rng
         self._cursor = cursor
+        self._shares = Shares()
         self._records: list[Record] = []
 
     def leases_for(
@@ -43,7 +47,7 @@ class Grants:
         *,
         version: PolicyVersion,
         groups_max: int,
-        others: int,
+        waiting: Collection[NodeId],
         now_s: float,
     ) -> tuple[tuple[OpenLease, ...], tuple[Record, ...]]:
         """Leases for one request (may be none), and the facts to keep.
@@ -51,19 +55,27 @@ class Grants:
         Args:
             version: what the learner trains next.
             groups_max: no more than these.
-            others: requests that wait, this one included: what is free is shared among them.
+            waiting: actors whose requests wait, this one's included: what is free is shared
+                among them, and with those that lately went away with nothing.
         """
         refills = self._refills_for(version, request.version)
         free = self._slots(version, request.version)
-        share = -(-(free + len(refills)) // others)
-        wanted = min(groups_max, share)
+        share = -(-(free + len(refills)) // len(waiting))
+        fair = self._shares.left_for(
+            request.actor, free + len(refills), held=self._held(), waiting=waiting, now_s=now_s
+        )
+        wanted = min(groups_max, share, fair)
         chosen = refills[:wanted]
-        waiting = [group for group in self._shelf.wanting() if group.phase is Phase.WAITING]
+        prompts = [group for group in self._shelf.wanting() if group.phase is Phase.WAITING]
         for _ in range(min(wanted - len(chosen), free)):
-            chosen.append(waiting.pop(0) if waiting else self._open_group())
+            chosen.append(prompts.pop(0) if prompts else self._open_group())
         leases = tuple(self._lease(group, request, now_s) for group in chosen)
+        self._shares.served(request.actor, len(leases), now_s)
         facts, self._records = tuple(self._records), []
         return leases, facts
+
+    def _held(self) -> Counter[NodeId]:
+        return Counter(lease.actor for lease in self._book.live.values())
 
     def _slots(self, version: PolicyVersion, actor: PolicyVersion, *, without: int = 0) -> int:
         return admission.slots(
