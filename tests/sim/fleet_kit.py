@@ -398,6 +398,9 @@ class World:
     @asynccontextmanager
     async def _open_engine(self, daemon, settings, dies_every_s, model_folder, store_dir):
         await trio.sleep(0.5)
+        if dies_every_s == 0:
+            daemon.engines.append(None)
+            raise LocalError("The engine found no GPU.")
         assert (model_folder / "tokenizer.json").is_file()
         engine = SimEngine(self, store_dir, settings)
         daemon.engines.append(engine)

@@ -243,6 +243,17 @@ async def test_engines_die_and_their_leases_are_offered_again_at_once(
         assert "expired" not in summary.lease_ends
 
 
+async def test_an_actor_whose_engine_never_starts_says_so_at_once(
+    autojump_clock, tmp_path, monkeypatch
+):
+    async with open_world(tmp_path, monkeypatch) as world:
+        world.start_learner()
+        sick = world.start_actor("sick", dies_every_s=0)
+        with pytest.raises(LocalError, match="no GPU"):
+            await world.wait_end("sick", within_s=10)
+        assert len(sick.engines) == 1
+
+
 async def test_an_actor_whose_engine_never_lives_gives_up_and_says_why(
     autojump_clock, tmp_path, monkeypatch
 ):

@@ -6,7 +6,13 @@ import pytest
 import trio
 
 from echo2_mesh.errors import LocalError, UsageError
-from echo2_node.actor.weights import Weights, blobs_of, open_codec, write_model_files
+from echo2_node.actor.weights import (
+    Weights,
+    blobs_of,
+    check_first_version,
+    open_codec,
+    write_model_files,
+)
 from tests.actor_kit import Engine, Mesh, Metrics, publish
 
 
@@ -128,3 +134,13 @@ def damage(mesh, ready):
     good = path.read_bytes()
     path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     return good
+
+
+def test_the_runs_first_version_must_be_the_one_of_the_ticket(tmp_path):
+    mesh = Mesh(tmp_path)
+    first, second = publish(mesh, tmp_path, 0), publish(mesh, tmp_path, 1)
+    check_first_version(first, first.manifest_ref.digest)
+    check_first_version(first, None)
+    check_first_version(second, first.manifest_ref.digest)  # a later one says nothing of the first
+    with pytest.raises(UsageError, match="another model than you were invited to"):
+        check_first_version(first, second.manifest_ref.digest)

@@ -7,7 +7,10 @@ import pytest
 
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.identity import Identity
+from echo2_mesh.wire.types import Digest, PolicyVersion
+from echo2_node.learner.ledger import Ledger
 from echo2_node.learner.place import Place
+from echo2_node.scheduler.records import VersionPublished
 
 IDENTITY = Identity(b"\x03" * 32)
 
@@ -68,3 +71,28 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LocalError, match="state folder"):
         Place(tmp_path / "file" / "run", resume=False, name="demo")
+
+
+def test_a_start_that_failed_before_anything_happened_can_be_started_again(tmp_path):
+    place = Place(tmp_path, resume=False, name="demo")
+    with (
+        pytest.raises(LocalError, match="no GPU"),
+        Ledger.open(place.ledger) as ledger,
+        place.forgotten_if_nothing_happened(ledger),
+    ):
+        raise LocalError("no GPU")
+    Place(tmp_path, resume=False, name="demo")
+
+
+def test_a_run_that_published_something_is_kept_whatever_happens(tmp_path):
+    place = Place(tmp_path, resume=False, name="demo")
+    published = VersionPublished(version=PolicyVersion(0), manifest=Digest(bytes(32)))
+    with Ledger.open(place.ledger) as ledger:
+        ledger.apply([published], {})
+        with (
+            pytest.raises(LocalError, match="disk"),
+            place.forgotten_if_nothing_happened(ledger),
+        ):
+            raise LocalError("disk")
+    with pytest.raises(UsageError, match="already a run"):
+        Place(tmp_path, resume=False, name="demo")
