@@ -34,8 +34,8 @@ START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 120.0
 """Without a training step for this long the demo gives up."""
 POLL_INTERVAL_S = 0.2
-KILL_AT = 1 / 3
-JOIN_LATE_AT = 0.45
+KILL_AT = 0.4
+JOIN_LATE_AT = 0.2
 TASK_FILES = {"sort_digits": "demo.toml"}
 """Which file of `runs/` shows a task; others have a file of their own name."""
 
