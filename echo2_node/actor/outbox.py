@@ -16,7 +16,7 @@ from echo2_mesh.wire.types import Reason
 
 HEADERS_MAX = 4096
 """Unacknowledged headers kept; with more, no new lease is taken."""
-GATHER_S = 0.2
+GATHER_S = 0.1
 """Headers finished within this time leave as one announcement: gossip costs per message."""
 RETRY_S = 1.0
 RETRY_S_MAX = 15.0
