@@ -81,7 +81,6 @@ CLOSE_TIMEOUT_S = 3.0
 # --- fetching ----------------------------------------------------------------------------------
 FETCH_IN_FLIGHT_MAX = 8
 FETCH_IN_FLIGHT_PER_PEER_MAX = 3
-FETCH_ATTEMPTS_PER_CHUNK_MAX = 64
 BLAMES_BEFORE_BAN = 3
 """Bad or late answers from one peer within a version before nothing more is asked of it."""
 

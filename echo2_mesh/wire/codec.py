@@ -141,13 +141,3 @@ def _decode(kind: str, payload: bytes) -> Message:
         return _decoders[kind].decode(payload)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise PeerError(f"Illegal {kind} message: {error}.") from error
-
-
-def peek_run_id(raw: bytes, *, size_bytes_max: int) -> str | None:
-    """The run id an envelope claims, unverified; None when the bytes are no envelope."""
-    if len(raw) > size_bytes_max:
-        return None
-    try:
-        return _envelope_decoder.decode(raw).run_id
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return None

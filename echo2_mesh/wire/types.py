@@ -51,6 +51,10 @@ class ChunkKind(str, Enum):
     """A part of a file that travels with the model: configuration, tokenizer, template."""
 
 
+GOODBYE_RUN_ENDED = "run ended"
+"""A learner's goodbye with these words ends the run for everybody (proto/membership.md)."""
+
+
 class Role(str, Enum):
     LEARNER = "learner"
     ACTOR = "actor"

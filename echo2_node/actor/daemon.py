@@ -24,7 +24,7 @@ from echo2_mesh.identity import Identity
 from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, ReadyVersion, open_mesh
 from echo2_mesh.wire.messages import Goodbye
 from echo2_mesh.wire.ticket import RunTicket, admission_proof
-from echo2_mesh.wire.types import Digest, NodeId, Role
+from echo2_mesh.wire.types import GOODBYE_RUN_ENDED, Digest, NodeId, Role
 from echo2_node.actor.asking import RunEnded, cancel_on
 from echo2_node.actor.rollouts import Rollouts
 from echo2_node.actor.weights import (
@@ -51,8 +51,6 @@ ENGINE_FAILURES_MAX = 5
 REPORT_INTERVAL_S = 1.0
 LEARNER_SILENT_S = 15.0
 """A person who waits this long for a first version is told what to look at."""
-RUN_ENDED = "run ended"
-"""The learner's goodbye when nothing more is to be done."""
 
 MakeEngine = Callable[[Path, Path], AbstractAsyncContextManager[EnginePort]]
 """(model folder, chunk folder) -> engine."""
@@ -165,7 +163,7 @@ class Actor:
             nursery.start_soon(self._report_for_ever)
             await self._work_until_left()
             self._state = "leaving"
-            if self._rollouts is not None and self._why != RUN_ENDED:
+            if self._rollouts is not None and self._why != GOODBYE_RUN_ENDED:
                 await self._rollouts.announce_the_rest()
             await self._mesh.say_goodbye(self._why)
             nursery.cancel_scope.cancel()
@@ -209,7 +207,7 @@ class Actor:
     async def _until_left(self, scope: trio.CancelScope) -> None:
         """Leaving before there is anything to hand back, or to anybody, needs no ceremony."""
         await self._leaving.wait()
-        if self._rollouts is None or self._engine is None or self._why == RUN_ENDED:
+        if self._rollouts is None or self._engine is None or self._why == GOODBYE_RUN_ENDED:
             scope.cancel()
         else:
             self._rollouts.stopping.set()
@@ -267,13 +265,13 @@ class Actor:
             if member.node == self._mesh.learner
         ]
         of_now = bool(lives) and goodbye.incarnation_unix_ms >= max(lives)
-        if sender == self._mesh.learner and goodbye.why == RUN_ENDED and of_now:
+        if sender == self._mesh.learner and goodbye.why == GOODBYE_RUN_ENDED and of_now:
             self._end_run()
 
     def _end_run(self) -> None:
-        if self._why != RUN_ENDED:
+        if self._why != GOODBYE_RUN_ENDED:
             log.info("run ended", run=self._mesh.run_id)
-        self._why = RUN_ENDED
+        self._why = GOODBYE_RUN_ENDED
         if self._rollouts is not None:
             self._rollouts.run_ended = True
         self._leaving.set()

@@ -15,7 +15,7 @@ import trio
 
 from echo2_mesh.errors import LocalError
 from echo2_mesh.mesh import Mesh
-from echo2_mesh.wire.types import PolicyVersion, Role
+from echo2_mesh.wire.types import GOODBYE_RUN_ENDED, PolicyVersion, Role
 from echo2_node.config import RunConfig
 from echo2_node.learner.checkpoints import Checkpoints
 from echo2_node.learner.desk import Batch, NoSignal, RolloutDesk
@@ -27,8 +27,6 @@ from echo2_node.telemetry import MetricsFile
 
 log = structlog.get_logger()
 
-RUN_ENDED = "run ended"
-"""What the goodbye says when actors should leave too; see `actor.daemon`."""
 ALL_DONE = "all steps done"
 NOTHING_TO_LEARN = "nothing left to learn"
 STOPPED = "stopped"
@@ -92,7 +90,7 @@ class Learner:
             self._state = "ended" if why != STOPPED else "stopped"
             self._report()
             await self._desk.close(ended=why != STOPPED)
-            await self._mesh.say_goodbye(RUN_ENDED if why != STOPPED else "learner stopped")
+            await self._mesh.say_goodbye(GOODBYE_RUN_ENDED if why != STOPPED else "learner stopped")
             nursery.cancel_scope.cancel()
         return why
 

@@ -9,7 +9,7 @@ import pytest
 from echo2_mesh import limits
 from echo2_mesh.errors import PeerError
 from echo2_mesh.identity import Identity, verify
-from echo2_mesh.wire.codec import Envelope, peek_run_id, seal, signed_bytes, unseal
+from echo2_mesh.wire.codec import Envelope, seal, signed_bytes, unseal
 from echo2_mesh.wire.messages import KIND_OF, KINDS, Done, Goodbye, Manifest, Probe, TaskSpec
 from echo2_mesh.wire.types import Digest, PolicyVersion
 
@@ -103,12 +103,6 @@ def test_a_kind_with_control_characters_is_shown_escaped():
 def test_no_two_headers_share_signed_bytes():
     assert signed_bytes("ab", "c", "d", b"") != signed_bytes("a", "bc", "d", b"")
     assert signed_bytes("a", "b", "cd", b"") != signed_bytes("a", "b", "c", b"d")
-
-
-def test_the_run_can_be_peeked_at_without_trust():
-    assert peek_run_id(sealed(run_id="run-9999"), size_bytes_max=1000) == "run-9999"
-    assert peek_run_id(sealed(), size_bytes_max=10) is None
-    assert peek_run_id(b"\x91" * 50_000, size_bytes_max=100_000) is None
 
 
 def test_each_kind_names_one_struct_that_cannot_change():
