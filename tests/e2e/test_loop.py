@@ -57,11 +57,11 @@ def kill_an_engine(world, learner, actor):
 
 
 def kill_an_actor(world, learner, actor):
-    """SIGKILL an actor while it holds leases; the learner ends them."""
+    """SIGKILL an actor while it holds leases none of whose rollouts came; the learner ends them."""
     held = world.until(
         lambda: learner.query(
             "SELECT lease_id FROM leases WHERE actor = ? AND lease_id NOT IN "
-            "(SELECT lease_id FROM lease_ends)",
+            "(SELECT lease_id FROM lease_ends UNION SELECT lease_id FROM submissions)",
             actor.node,
         ),
         f"leases of {actor.name}",
@@ -115,15 +115,15 @@ def story(tmp_path_factory):
         await_work(world, learner, late)
         tale.late, tale.late_id = late, late.node
         tale.orphaned = kill_an_actor(world, learner, late)
+        marks = ", ".join("?" * len(tale.orphaned))
         world.until(
             lambda: (
                 len(
                     learner.query(
-                        "SELECT 1 FROM lease_ends JOIN leases USING (lease_id) WHERE actor = ?",
-                        tale.late_id,
+                        f"SELECT 1 FROM lease_ends WHERE lease_id IN ({marks})", *tale.orphaned
                     )
                 )
-                >= len(tale.orphaned)
+                == len(tale.orphaned)
             ),
             "the end of a dead actor's leases",
             alive=(learner,),
