@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import trio
 
+from echo2_mesh import child as child_module
+from echo2_mesh.child import open_child
 from echo2_mesh.errors import LocalError
-from echo2_node import child as child_module
-from echo2_node.child import open_child
 
 ECHO = """
-from echo2_node.child import take_pipes
+from echo2_mesh.child import take_pipes
 pipe = take_pipes()
 print("a library that prints")
 while (frame := pipe.read()) is not None:
@@ -92,8 +92,8 @@ async def test_bytes_that_are_no_frame_are_an_error(tmp_path: Path) -> None:
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     parent_code = f"""
     import pathlib, sys, trio
-    from echo2_node.child import open_child
-    busy = "import time, echo2_node.child as c; c.take_pipes().write(b''); time.sleep(99)"
+    from echo2_mesh.child import open_child
+    busy = "import time, echo2_mesh.child as c; c.take_pipes().write(b''); time.sleep(99)"
     log_path = pathlib.Path({str(tmp_path)!r}) / "log"
     async def main():
         async with open_child([sys.executable, "-c", busy], log_path=log_path) as child:
