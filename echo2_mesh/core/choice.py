@@ -1,4 +1,4 @@
-"""Whom to ask for one blob: the rule by which the learner's uplink is spared.
+"""Whom to ask where no forest is planned: the rule that spares the learner's uplink.
 
 Holders beside the learner come first, the least asked of them. The learner serves what nobody else
 holds, and steps in for the rest only when nothing else is on its way. A value for one moment, made
@@ -7,6 +7,7 @@ and used by `core.fetch`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from random import Random
 
 from echo2_mesh import limits
@@ -15,6 +16,28 @@ from echo2_mesh.wire.types import NodeId
 
 BUSY_UPLINK_S = 0.25
 """A chunk of the learner's that takes longer has queued on the uplink that everybody wants."""
+
+
+HOLDINGS_PEERS_PER_ROUND = 6
+
+
+def neighbours_to_ask(
+    target: Target, holders: Iterable[Holder], learner: NodeId, rng: Random, now_s: float
+) -> list[Holder]:
+    """Who should say what they hold by now: a few, the longest unasked first."""
+    patches = target.needed < len(target.refs)
+    askable = [
+        holder
+        for holder in holders
+        if holder.connected
+        and holder.peer != learner
+        and (patches or not holder.complete)
+        and now_s >= max(holder.cool_until_s, holder.away_until_s)
+        and not target.banned(holder.peer)
+    ]
+    rng.shuffle(askable)
+    askable.sort(key=lambda holder: holder.polled_s)
+    return askable[:HOLDINGS_PEERS_PER_ROUND]
 
 
 class Choice:
@@ -34,6 +57,19 @@ class Choice:
         self._rng = rng
         self._now_s = now_s
 
+    def due(self) -> Iterator[tuple[int, Holder, float]]:
+        """(index, whom to ask, 0), each to be asked before the next is taken."""
+        target = self._target
+        queue = target.queue(self._holders.values(), self._learner, self._rng, self._now_s)
+        for index in queue:
+            if len(target.flights) >= limits.SWARM_IN_FLIGHT_MAX:
+                break
+            holder = self.holder_for(index)
+            if holder is not None:
+                yield index, holder, 0.0
+            elif not self.anyone_free():
+                break
+
     def anyone_free(self) -> bool:
         """Somebody could be asked something."""
         return any(self._free(holder) for holder in self._holders.values())
@@ -43,8 +79,11 @@ class Choice:
         learner: Holder | None = None
         others: list[Holder] = []
         held_elsewhere = False
+        patch = self._target.is_patch(index)
         for holder in self._holders.values():
-            if not holder.has(index, self._now_s, self._learner):
+            if not holder.connected:
+                continue
+            if not holder.has(index, self._now_s, self._learner, patch=patch):
                 continue
             if self._target.banned(holder.peer):
                 continue
@@ -65,7 +104,8 @@ class Choice:
     def _free(self, holder: Holder) -> bool:
         """May be asked something now."""
         return (
-            self._now_s >= holder.cool_until_s
+            holder.connected
+            and self._now_s >= holder.cool_until_s
             and not self._target.banned(holder.peer)
             and self._target.flights_count(holder.peer) < self._share(holder)
         )
@@ -75,4 +115,4 @@ class Choice:
         spared = holder.peer == self._learner and len(self._holders) > 1
         if spared and (holder.took_s is None or holder.took_s > BUSY_UPLINK_S):
             return 1
-        return limits.FETCH_IN_FLIGHT_PER_PEER_MAX
+        return limits.SWARM_IN_FLIGHT_PER_PEER_MAX

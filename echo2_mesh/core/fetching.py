@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from echo2_mesh.core.forest import Seat
 from echo2_mesh.core.machine import Arm, Effect, Event, Woke
 from echo2_mesh.wire.messages import ChunkRef
 from echo2_mesh.wire.types import Digest, NodeId, PolicyVersion
@@ -37,11 +38,40 @@ class Announced(Event, frozen=True, kw_only=True):
 
 
 class ManifestHere(Event, frozen=True, kw_only=True):
-    """The manifest is in the store and in order: these are its blobs, `held` are here already."""
+    """The manifest is in the store and in order: these are its blobs, `held` are here already.
+
+    `wanted` are those that make the version complete here: the full chunks, or the patches that
+    lead to it from a version that is here; None is all of them.
+    """
 
     manifest: Digest
     refs: tuple[ChunkRef, ...]
     held: frozenset[int]
+    wanted: frozenset[int] | None = None
+    needed: int | None = None
+    """The first `needed` of `refs` (data and files, not patches) are the version: `Ready` comes
+    when all of them are held, by being fetched or `Made`, and not before, because until then
+    `WantMore` may come. `PeerHas` of None means exactly these. None is all of `refs`."""
+
+
+class WantMore(Event, frozen=True, kw_only=True):
+    """A patch did not give what it promised: these blobs are wanted as well."""
+
+    manifest: Digest
+    indices: frozenset[int]
+
+
+class Made(Event, frozen=True, kw_only=True):
+    """Blobs that came into the store by another way than being fetched: rebuilt from a patch."""
+
+    manifest: Digest
+    indices: frozenset[int]
+
+
+class Seated(Event, frozen=True, kw_only=True):
+    """Who takes part now, this node included: what the forest is planned from."""
+
+    seats: tuple[Seat, ...]
 
 
 class ManifestAbsent(Event, frozen=True, kw_only=True):
@@ -97,6 +127,9 @@ FetchEvent = (
     | ManifestHere
     | ManifestAbsent
     | ManifestUnfit
+    | WantMore
+    | Made
+    | Seated
     | PeerUp
     | PeerGone
     | PeerHas
@@ -118,11 +151,15 @@ class Look(Effect, frozen=True, kw_only=True):
 
 
 class Ask(Effect, frozen=True, kw_only=True):
-    """Get one chunk from one peer; answer with `ChunkArrived`, `ChunkRefused`, `StoreFailed`."""
+    """Get one chunk from one peer; answer with `ChunkArrived`, `ChunkRefused`, `StoreFailed`.
+
+    A holder that does not have the chunk yet and expects it may answer up to `wait_s` later.
+    """
 
     peer: NodeId
     ref: ChunkRef
     timeout_s: float
+    wait_s: float = 0.0
 
 
 class Cancel(Effect, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Which blobs of a manifest somebody holds: one numbering, one bitmap, one reading of it.
 
-Blobs are numbered data chunks first, then the files' chunks in order; bit i is bit `i % 8` of
-byte `i // 8`. An empty bitmap means "nothing". Carries sets, decides nothing.
+Blobs are numbered data chunks first, then the files' chunks, then the patches' chunks, each in
+order; bit i is bit `i % 8` of byte `i // 8`. An empty bitmap means "nothing". Carries sets,
+decides nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from echo2_mesh.wire.messages import ChunkRef, Manifest
 
 
 def blobs_of(manifest: Manifest) -> tuple[ChunkRef, ...]:
-    """Every blob that a complete version needs, in the bitmap's order."""
-    return manifest.chunks + tuple(ref for file in manifest.files for ref in file.chunks)
+    """Every blob that the manifest names, in the bitmap's order."""
+    files = (ref for file in manifest.files for ref in file.chunks)
+    patches = (chunk.ref for patch in manifest.patches for chunk in patch.chunks)
+    return (*manifest.chunks, *files, *patches)
+
+
+def needed_of(manifest: Manifest) -> int:
+    """How many blobs make the version: data and files come first in the numbering."""
+    return len(manifest.chunks) + sum(len(file.chunks) for file in manifest.files)
 
 
 def bitmap_of(held: Iterable[int], count: int) -> bytes:

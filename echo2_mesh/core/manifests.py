@@ -34,6 +34,7 @@ def check_manifest(manifest: Manifest) -> None:
         if alias in seen or stored not in names:
             raise PeerError(f"Manifest: '{alias}' cannot be tied to '{stored}'.")
         seen.add(alias)
+    _check_patches(manifest)
     files = [file.name for file in manifest.files]
     if len(set(files)) != len(files):
         raise PeerError("Manifest: two files have one name.")
@@ -45,10 +46,8 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    kinds = {ref.kind for ref in manifest.chunks}
-    wanted = ChunkKind.FULL if manifest.base_version is None else ChunkKind.PATCH
-    if not kinds <= {ChunkKind.FULL, wanted}:
-        raise PeerError(f"Manifest: chunks of kind {sorted(k.value for k in kinds)}.")
+    if any(ref.kind is not ChunkKind.FULL for ref in manifest.chunks):
+        raise PeerError("Manifest: a data chunk is of another kind than 'full'.")
     end_bytes = 0
     for span in sorted(manifest.tensors, key=lambda s: (s.offset_bytes, s.size_bytes)):
         element_bytes = DTYPE_SIZE_BYTES.get(span.dtype)
@@ -62,5 +61,23 @@ def _check_tensors(manifest: Manifest) -> None:
     if len({span.name for span in manifest.tensors}) != len(manifest.tensors):
         raise PeerError("Manifest: two tensors have one name.")
     data_bytes = sum(ref.size_bytes for ref in manifest.chunks)
-    if ChunkKind.PATCH not in kinds and data_bytes != end_bytes:
+    if data_bytes != end_bytes:
         raise PeerError(f"Manifest: {data_bytes} bytes of chunks for {end_bytes} of tensors.")
+
+
+def _check_patches(manifest: Manifest) -> None:
+    for patch in manifest.patches:
+        name = f"the patch {patch.base} -> {patch.version}"
+        if not patch.base < patch.version <= manifest.version:
+            raise PeerError(f"Manifest: {name} does not lead to version {manifest.version}.")
+        # A step that changed nothing leaves two versions with the same weights, so an earlier
+        # patch may end in these too; one that ends in this version must.
+        if patch.version == manifest.version and patch.state_digest != manifest.state_digest:
+            raise PeerError(f"Manifest: {name} ends in other weights than its version's.")
+        end = 0
+        for chunk in patch.chunks:
+            if chunk.ref.kind is not ChunkKind.PATCH:
+                raise PeerError(f"Manifest: {name} has a chunk of kind '{chunk.ref.kind.value}'.")
+            if chunk.first < end or chunk.first + chunk.count > len(manifest.chunks):
+                raise PeerError(f"Manifest: chunks of {name} overlap or lie outside the data.")
+            end = chunk.first + chunk.count

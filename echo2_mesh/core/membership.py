@@ -31,7 +31,7 @@ from echo2_mesh.core.members import (
     Standing,
 )
 from echo2_mesh.wire.messages import Heartbeat
-from echo2_mesh.wire.types import NodeId
+from echo2_mesh.wire.types import NodeId, Reach
 
 NEIGHBOURS_WANTED = 8
 """Connections wanted beside the one to the learner, whoever opened them."""
@@ -129,6 +129,11 @@ class Membership:
         """Where `node` may be dialled; empty if unknown or dial-only."""
         record = self._records.get(node)
         return record.addresses if record else ()
+
+    def heard(self, node: NodeId) -> bool:
+        """True for a node that has sent a heartbeat and is not forgotten."""
+        record = self._records.get(node)
+        return record is not None and record.heartbeat is not None
 
     def knows(self, node: NodeId, raw: bytes) -> bool:
         """True if `raw` is the very envelope that was last accepted of `node`."""
@@ -343,7 +348,7 @@ class Membership:
         if not ready:
             return
         self._rng.shuffle(ready)
-        ready.sort(key=lambda r: (r.node != self._learner, _rank(r), r.failures))
+        ready.sort(key=lambda r: (r.node != self._learner, _rank(r), _hidden(r), r.failures))
         for record in ready:
             if record.node != self._learner:
                 if busy >= NEIGHBOURS_WANTED:
@@ -358,6 +363,12 @@ class Membership:
         dialled = [e.node for e in effects if isinstance(e, Dial)]
         assert len(dialled) == len(set(dialled))
         assert not any(self._records[node].connected for node in dialled)
+
+
+def _hidden(record: _Record) -> bool:
+    """True for a member that only a relay leads to: a neighbour in need of a third one."""
+    beat = record.heartbeat
+    return beat is not None and beat.reach in (Reach.PUNCHED, Reach.RELAYED)
 
 
 def _rank(record: _Record) -> int:

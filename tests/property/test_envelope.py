@@ -55,6 +55,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[typing.Any]:
             if "run_id" in fields:
                 fields["run_id"] = st.just(RUN)
             return st.builds(kind.cls, **fields)
+    if isinstance(kind, inspect.BoolType):
+        return st.booleans()
     raise AssertionError(kind)
 
 

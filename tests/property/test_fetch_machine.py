@@ -17,14 +17,18 @@ from echo2_mesh.core.fetching import (
     ChunkRefused,
     Fault,
     Look,
+    Made,
     ManifestAbsent,
     ManifestHere,
     PeerGone,
     PeerHas,
     PeerUp,
     Ready,
+    Seated,
     StoreFailed,
+    WantMore,
 )
+from echo2_mesh.core.forest import Seat
 from echo2_mesh.core.machine import Arm, Woke
 from echo2_mesh.core.swarm import MANIFEST_INDEX
 from echo2_mesh.wire.messages import ChunkRef
@@ -32,11 +36,15 @@ from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion
 
 LEARNER = NodeId("learner")
 PEERS = [LEARNER, *(NodeId(f"peer-{i}") for i in range(5))]
-BLOBS = 12
+ME, OTHERS = NodeId("me"), [NodeId(f"seat-{i}") for i in range(12)]
+NEEDED, BLOBS = 8, 12
+"""Data chunks, and all blobs: the last are pieces of a patch."""
 
 
 def ref(version, index):
     kind = ChunkKind.MANIFEST if index == MANIFEST_INDEX else ChunkKind.FULL
+    if index >= NEEDED:
+        kind = ChunkKind.PATCH
     return ChunkRef(
         kind=kind, digest=Digest(bytes([version, index + 1]) * 16), size_bytes=1000 + index
     )
@@ -45,9 +53,11 @@ def ref(version, index):
 class FetchWorld(RuleBasedStateMachine):
     """A world that obeys the machine's effects honestly, lies for liars, and keeps score."""
 
-    @initialize(seed=st.integers(0, 1000))
-    def begin(self, seed):
-        self.machine = Fetch(LEARNER, Random(seed))
+    @initialize(seed=st.integers(0, 1000), patched=st.booleans())
+    def begin(self, seed, patched):
+        self.machine = Fetch(LEARNER, Random(seed), ME)
+        self.patched = patched
+        self.seats = set()
         self.now_s = 0.0
         self.connected = set()
         self.said = {}
@@ -68,7 +78,7 @@ class FetchWorld(RuleBasedStateMachine):
                     if self.flights.get(digest, (None,))[0] == peer:
                         del self.flights[digest]
                 case Ready(version=version):
-                    blobs = {ref(version, i).digest for i in range(MANIFEST_INDEX, BLOBS)}
+                    blobs = {ref(version, i).digest for i in range(MANIFEST_INDEX, NEEDED)}
                     assert blobs <= self.stored, "ready without a verified blob"
                     assert not self.ready or version > self.ready[-1]
                     self.ready.append(version)
@@ -83,13 +93,18 @@ class FetchWorld(RuleBasedStateMachine):
         self.pending = (version, manifest)
 
     def on_ask(self, ask):
-        assert ask.peer in self.connected, "asked somebody who is not there"
+        assert ask.peer in self.connected or self.seats, "asked somebody who is not there"
+        assert ask.peer in self.connected | self.seats | set(PEERS)
+        assert ask.peer != ME
         assert ask.ref.digest not in self.flights, "asked two peers for one chunk"
         assert ask.ref.digest not in self.stored, "asked for what is here"
         version, number = ask.ref.digest[0], ask.ref.digest[1] - 1
         is_manifest = ask.ref.digest == ref(version, MANIFEST_INDEX).digest
         assert (
-            ask.peer == LEARNER or is_manifest or number in self.said.get((ask.peer, version), ())
+            self.seats
+            or ask.peer == LEARNER
+            or is_manifest
+            or number in self.said.get((ask.peer, version), ())
         ), "asked somebody who never said it holds the chunk"
         self.flights[ask.ref.digest] = (ask.peer, ask.ref)
 
@@ -101,7 +116,12 @@ class FetchWorld(RuleBasedStateMachine):
         if manifest.digest in self.stored:
             held = frozenset(i for i in range(BLOBS) if ref(version, i).digest in self.stored)
             refs = tuple(ref(version, i) for i in range(BLOBS))
-            self.tell(ManifestHere(manifest=manifest.digest, refs=refs, held=held))
+            wanted = frozenset(range(NEEDED, BLOBS)) if self.patched else None
+            self.tell(
+                ManifestHere(
+                    manifest=manifest.digest, refs=refs, held=held, wanted=wanted, needed=NEEDED
+                )
+            )
         else:
             self.tell(ManifestAbsent(manifest=manifest.digest))
 
@@ -142,9 +162,35 @@ class FetchWorld(RuleBasedStateMachine):
     def a_peer_says_what_it_holds(self, peer, indices):
         version = self.machine.target.version if self.machine.target else self.newest
         said = self.said.setdefault((peer, version), set())
-        said |= set(range(BLOBS)) if indices is None else indices
+        said |= set(range(NEEDED)) if indices is None else indices
         manifest = ref(version, MANIFEST_INDEX).digest
         self.tell(PeerHas(peer=peer, manifest=manifest, indices=indices))
+
+    @rule(
+        seats=st.lists(st.sampled_from(OTHERS + PEERS), max_size=18),
+        rates=st.sampled_from(((0.0,), (1e6,), (1e5, 1e6, 1e7))),
+    )
+    def some_take_part(self, seats, rates):
+        self.seats |= {ME, *seats}
+        seen = tuple(
+            Seat(node=node, uplink_bytes_per_s=rates[i % len(rates)])
+            for i, node in enumerate({ME: None} | dict.fromkeys(seats))
+        )
+        self.tell(Seated(seats=seen))
+
+    @precondition(lambda self: self.machine.target and self.machine.target.refs)
+    @rule(indices=st.frozensets(st.integers(0, NEEDED - 1)))
+    def data_is_rebuilt(self, indices):
+        target = self.machine.target
+        for index in indices:
+            self.stored.add(target.refs[index].digest)
+            self.flights.pop(target.refs[index].digest, None)
+        self.tell(Made(manifest=target.manifest.digest, indices=indices))
+
+    @precondition(lambda self: self.machine.target and self.machine.target.refs)
+    @rule(indices=st.frozensets(st.integers(0, BLOBS - 1)))
+    def a_patch_is_no_good(self, indices):
+        self.tell(WantMore(manifest=self.machine.target.manifest.digest, indices=indices))
 
     def pick(self, data):
         digest = data.draw(st.sampled_from(sorted(self.flights)))
@@ -186,7 +232,12 @@ class FetchWorld(RuleBasedStateMachine):
     def limits_are_kept(self):
         peers = [peer for peer, _ in self.flights.values()]
         assert len(peers) <= limits.FETCH_IN_FLIGHT_MAX
-        assert all(peers.count(p) <= limits.FETCH_IN_FLIGHT_PER_PEER_MAX for p in set(peers))
+        most = limits.FETCH_IN_FLIGHT_PER_PEER_MAX
+        assert all(peers.count(p) <= most for p in set(peers))
+        if not self.seats:
+            assert len(peers) <= limits.SWARM_IN_FLIGHT_MAX
+            most = limits.SWARM_IN_FLIGHT_PER_PEER_MAX
+            assert all(peers.count(p) <= most for p in set(peers))
 
     def teardown(self):
         """From any state: with one honest holder that never leaves, the newest is fetched."""
@@ -197,20 +248,26 @@ class FetchWorld(RuleBasedStateMachine):
             self.a_peer_leaves(peer)
         self.connected.add(honest)
         self.tell(PeerUp(peer=honest))
-        for _ in range(3000):
+        for _ in range(6000):
             if self.pending is not None:
                 self.answer_look()
             target = self.machine.target
             if target is None:
                 break
+            manifest = target.manifest.digest
             if target.refs:
                 self.said[honest, target.version] = set(range(BLOBS))
-                manifest = target.manifest.digest
-                self.tell(PeerHas(peer=honest, manifest=manifest, indices=None))
+                everything = frozenset(range(BLOBS))
+                self.tell(PeerHas(peer=honest, manifest=manifest, indices=everything))
+                if self.machine.target is target and not target.missing:
+                    self.a_patch_is_no_good(frozenset(range(NEEDED)))
             for digest, (peer, _) in list(self.flights.items()):
                 self.flights.pop(digest, None)
-                self.stored.add(digest)
-                self.tell(ChunkArrived(peer=peer, digest=digest))
+                if peer == honest or digest == manifest:
+                    self.stored.add(digest)
+                    self.tell(ChunkArrived(peer=peer, digest=digest))
+                else:
+                    self.tell(ChunkRefused(peer=peer, digest=digest, fault=Fault.BROKEN))
             self.now_s += 0.5
             self.tell(Woke(key="fetch"))
         assert self.ready, "an honest holder was there and nothing became ready"

@@ -3,7 +3,8 @@
 from random import Random
 
 from echo2_mesh import limits
-from echo2_mesh.core.fetch import PARDON_AFTER_S, STUCK_AFTER_S, Fetch
+from echo2_mesh.core.download import PARDON_AFTER_S
+from echo2_mesh.core.fetch import STUCK_AFTER_S, Fetch
 from echo2_mesh.core.fetching import (
     Announced,
     Ask,
@@ -14,6 +15,7 @@ from echo2_mesh.core.fetching import (
     ChunkRefused,
     Fault,
     Look,
+    Made,
     ManifestAbsent,
     ManifestHere,
     ManifestUnfit,
@@ -21,8 +23,11 @@ from echo2_mesh.core.fetching import (
     PeerHas,
     PeerUp,
     Ready,
+    Seated,
     StoreFailed,
+    WantMore,
 )
+from echo2_mesh.core.forest import Seat, plan
 from echo2_mesh.core.machine import Arm, Woke
 from echo2_mesh.wire.messages import ChunkRef
 from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion
@@ -115,7 +120,7 @@ def test_every_chunk_is_asked_once_and_then_the_version_is_ready():
 
 def test_no_peer_is_asked_more_than_its_share_at_once():
     _, asks = fetching(20, LEARNER)
-    assert len(asks) == limits.FETCH_IN_FLIGHT_PER_PEER_MAX
+    assert len(asks) == limits.SWARM_IN_FLIGHT_PER_PEER_MAX
 
 
 def test_no_more_than_the_limit_is_in_flight_in_all():
@@ -124,7 +129,7 @@ def test_no_more_than_the_limit_is_in_flight_in_all():
         peer = NodeId(f"p{i}")
         machine.handle(PeerUp(peer=peer), 0.0)
         asks += of(Ask, machine.handle(has(peer, *range(30)), 0.0))
-    assert len(asks) == limits.FETCH_IN_FLIGHT_MAX
+    assert len(asks) == limits.SWARM_IN_FLIGHT_MAX
 
 
 def test_a_holder_beside_the_learner_is_preferred():
@@ -164,18 +169,30 @@ def test_a_late_chunk_is_asked_elsewhere_and_the_first_peer_blamed():
     assert [again.peer for again in of(Ask, effects)] == [B]
 
 
-def test_a_liar_is_left_alone_after_its_third_lie():
-    machine, _ = fetching(5, A)
-    now_s, blames, asks = 0.0, [], of(Ask, machine.handle(has(A, *range(5)), 0.0))
+def lies(peer):
+    """How `peer` is blamed while it is asked for five chunks and lies each time."""
+    machine, asks = fetching(5, peer)
+    if peer != LEARNER:
+        asks = of(Ask, machine.handle(has(peer, *range(5)), 0.0))
+    now_s, blames = 0.0, []
     while asks:
         now_s += 20.0
         effects = machine.handle(refused(asks.pop(0), Fault.LIED), now_s)
         blames += of(Blame, effects)
-        asks += of(Ask, effects)
+        gone = {cancel.digest for cancel in of(Cancel, effects)}
+        asks = [ask for ask in asks if ask.ref.digest not in gone] + of(Ask, effects)
     for _ in range(50):
         now_s += 20.0
         assert not of(Ask, machine.handle(WAKE, now_s)), "a liar is never pardoned"
-    assert [blame.banned for blame in blames] == [False, False, True]
+    return [blame.banned for blame in blames]
+
+
+def test_a_liar_is_left_alone_after_its_first_lie():
+    assert lies(A)[0]
+
+
+def test_only_the_learner_may_lie_twice():
+    assert lies(LEARNER)[:3] == [False, False, True]
 
 
 def test_the_only_holder_is_pardoned_for_being_slow_and_given_more_time():
@@ -308,3 +325,156 @@ def test_a_running_fetch_always_has_an_alarm():
     machine, _ = fetching(4)
     for now_s in (0.5, 1.0, 100.0):
         assert of(Arm, machine.handle(WAKE, now_s))
+
+
+# --- with a forest -----------------------------------------------------------------------------
+
+ME = NodeId("me")
+FLEET = [ME, *(NodeId(f"peer-{i}") for i in range(7))]
+
+
+def planned(count, *, wanted=None, needed=None, kinds=ChunkKind.FULL, seats=FLEET):
+    """A machine that knows its fleet and has read the manifest of `count` blobs."""
+    machine = Fetch(LEARNER, Random(1), ME)
+    machine.handle(Seated(seats=tuple(Seat(node=node) for node in seats)), 0.0)
+    machine.handle(announced(0), 0.0)
+    event = ManifestHere(
+        manifest=manifest(0).digest,
+        refs=tuple(ref(i, kind=kinds) for i in range(count)),
+        held=frozenset(),
+        wanted=wanted,
+        needed=needed,
+    )
+    forest = plan(tuple(Seat(node=node) for node in seats), LEARNER)
+    return machine, forest, list(of(Ask, machine.handle(event, 0.0)))
+
+
+def index_of(ask):
+    return ask.ref.digest[1]
+
+
+def test_each_chunk_is_asked_of_its_parent_who_may_wait_for_it():
+    machine, forest, asks = planned(64)
+    seen = set()
+    while asks:
+        ask = asks.pop(0)
+        seen.add(index_of(ask))
+        assert ask.peer == forest.parent_of(ME, index_of(ask))
+        assert (ask.wait_s > 0) == (ask.peer != LEARNER)
+        assert len(asks) < limits.FETCH_IN_FLIGHT_MAX
+        effects = machine.handle(arrived(ask), 0.1)
+        asks += of(Ask, effects)
+    assert seen == set(range(64))
+    assert of(Ready, effects)
+
+
+def test_the_manifest_too_comes_down_the_tree():
+    machine = Fetch(LEARNER, Random(1), ME)
+    seats = tuple(Seat(node=node) for node in FLEET)
+    machine.handle(Seated(seats=seats), 0.0)
+    machine.handle(announced(0), 0.0)
+    (ask,) = of(Ask, machine.handle(ManifestAbsent(manifest=manifest(0).digest), 0.0))
+    assert ask.peer == plan(seats, LEARNER).parent_of(ME, -1)
+
+
+def test_a_parent_that_breaks_off_is_gone_around_at_once():
+    machine, forest, asks = planned(64)
+    ask = next(ask for ask in asks if ask.peer != LEARNER)
+    effects = machine.handle(refused(ask, Fault.BROKEN), 0.1)
+    again = next(other for other in of(Ask, effects) if other.ref == ask.ref)
+    assert again.peer == forest.source_of(ME, index_of(ask), lambda peer: peer != ask.peer)
+
+
+def test_a_parent_that_still_waits_is_asked_again_and_then_gone_around():
+    machine, forest, asks = planned(64)
+    ask = next(ask for ask in asks if ask.peer != LEARNER)
+    asked = [ask.peer]
+    now_s = 0.0
+    for _ in range(2):
+        now_s += ask.wait_s
+        effects = machine.handle(refused(ask, Fault.MISSING), now_s)
+        assert not of(Blame, effects)
+        ask = next(other for other in of(Ask, effects) if other.ref == ask.ref)
+        asked.append(ask.peer)
+    alternate = forest.alternate_of(index_of(ask), lambda peer: peer != asked[0])
+    assert asked == [asked[0], asked[0], LEARNER if alternate == ME else alternate]
+
+
+def test_a_lying_parent_is_asked_nothing_more_and_all_its_chunks_come_another_way():
+    machine, _, asks = planned(64)
+    liar = next(ask.peer for ask in asks if ask.peer != LEARNER)
+    mine = [ask for ask in asks if ask.peer == liar]
+    effects = machine.handle(refused(mine[0], Fault.LIED), 0.1)
+    assert of(Blame, effects) == [Blame(peer=liar, fault=Fault.LIED, banned=True)]
+    assert len(of(Cancel, effects)) == len(mine) - 1
+    for _ in range(200):
+        asks += of(Ask, effects)
+        asks = [ask for ask in asks if ask.peer != liar]
+        if not asks:
+            break
+        effects = machine.handle(arrived(asks.pop(0)), 0.2)
+        assert liar not in [ask.peer for ask in of(Ask, effects)]
+    assert of(Ready, effects)
+
+
+def test_a_silent_parent_costs_one_deadline_and_one_blame():
+    machine, _, asks = planned(64)
+    stalled = next(ask.peer for ask in asks if ask.peer != LEARNER)
+    now_s, blames, late_s = 0.0, [], None
+    for _ in range(2000):
+        answered = [ask for ask in asks if ask.peer != stalled]
+        asks = [ask for ask in asks if ask.peer == stalled]
+        now_s += 0.05
+        effects = [e for ask in answered for e in machine.handle(arrived(ask), now_s)]
+        effects += machine.handle(WAKE, now_s)
+        gone = {cancel.digest for cancel in of(Cancel, effects)}
+        asks = [ask for ask in asks if ask.ref.digest not in gone] + of(Ask, effects)
+        if of(Blame, effects):
+            blames += of(Blame, effects)
+            late_s = late_s or now_s
+        if of(Ready, effects):
+            break
+    assert of(Ready, effects)
+    assert [blame.peer for blame in blames] == [stalled]
+    assert late_s < limits.CHUNK_WAIT_S_MAX + limits.CHUNK_SLACK_S_MIN
+
+
+def test_a_home_that_joins_late_spares_the_learner():
+    machine, _, asks = planned(64)
+    machine.handle(PeerUp(peer=FLEET[1]), 0.0)
+    machine.handle(PeerHas(peer=FLEET[1], manifest=manifest(0).digest, indices=None), 0.0)
+    first = [ask for ask in asks if ask.peer == LEARNER]
+    for ask in asks:
+        assert LEARNER not in [again.peer for again in of(Ask, machine.handle(arrived(ask), 0.1))]
+    assert len(first) == 2
+
+
+def test_only_what_is_wanted_is_fetched_and_ready_waits_for_what_is_made_of_it():
+    machine, _, asks = planned(8, wanted=frozenset({4, 5, 6, 7}), needed=4)
+    assert {index_of(ask) for ask in asks} == {4, 5, 6, 7}
+    for ask in asks:
+        assert not of(Ready, machine.handle(arrived(ask), 0.1))
+    assert machine.target.held() == {4, 5, 6, 7}
+    digest = manifest(0).digest
+    machine.handle(Made(manifest=digest, indices=frozenset({0, 1, 2})), 0.2)
+    effects = machine.handle(WantMore(manifest=digest, indices=frozenset({3})), 0.3)
+    (ask,) = of(Ask, effects)
+    assert index_of(ask) == 3
+    assert of(Ready, machine.handle(arrived(ask), 0.4))
+
+
+def test_patches_of_which_nothing_is_ever_made_are_given_up():
+    machine, _, asks = planned(8, wanted=frozenset({4, 5, 6, 7}), needed=4)
+    for ask in asks:
+        machine.handle(arrived(ask), 0.1)
+    machine.handle(WAKE, 1.0 + limits.REBUILD_PATIENCE_S)
+    effects = machine.handle(WAKE, 1.1 + limits.REBUILD_PATIENCE_S)
+    assert {index_of(ask) for ask in of(Ask, effects)} == {0, 1, 2, 3}
+
+
+def test_a_plan_made_before_the_others_came_is_made_anew():
+    machine, _, asks = planned(64, seats=[ME])
+    assert {ask.peer for ask in asks} == {LEARNER}
+    assert len(asks) == 2, "who knows nobody does not burden the learner much"
+    effects = machine.handle(Seated(seats=tuple(Seat(node=node) for node in FLEET)), 0.5)
+    assert len({ask.peer for ask in of(Ask, effects)}) == len(FLEET) - 1

@@ -5,7 +5,16 @@ import pytest
 
 from echo2_mesh.core.manifests import check_manifest
 from echo2_mesh.errors import PeerError
-from echo2_mesh.wire.messages import ChunkRef, FileRef, Manifest, Probe, TaskSpec, TensorSpan
+from echo2_mesh.wire.messages import (
+    ChunkRef,
+    FileRef,
+    Manifest,
+    Patch,
+    PatchChunk,
+    Probe,
+    TaskSpec,
+    TensorSpan,
+)
 from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion
 
 
@@ -63,9 +72,42 @@ def test_a_contradictory_manifest_is_refused(change):
         check_manifest(msgspec.structs.replace(GOOD, **change))
 
 
-def test_patch_chunks_need_a_base_and_may_be_of_any_size():
-    check_manifest(
-        msgspec.structs.replace(
-            GOOD, base_version=PolicyVersion(2), chunks=(ref(7, ChunkKind.PATCH),)
-        )
+def patch(*chunks, base=2, version=3, state=bytes(32)):
+    return Patch(
+        base=base, base_digest=b"b" * 32, version=version, state_digest=state, chunks=chunks
     )
+
+
+def piece(first, count, kind=ChunkKind.PATCH):
+    return PatchChunk(ref=ref(7, kind, 9), first=first, count=count)
+
+
+def with_patches(*patches):
+    return msgspec.structs.replace(GOOD, patches=patches)
+
+
+def test_patches_lead_forward_and_rewrite_chunks_that_exist():
+    check_manifest(with_patches(patch(piece(0, 1), piece(1, 1)), patch(piece(0, 2), base=0)))
+    older = patch(piece(0, 1), base=1, version=2, state=b"s" * 32)
+    check_manifest(with_patches(patch(), older))
+    # A step that changed nothing: versions 2 and 3 have the same weights.
+    check_manifest(with_patches(patch(piece(0, 1), base=1, version=2)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        patch(base=3, version=3),
+        patch(base=4, version=3),
+        patch(base=3, version=4),
+        patch(state=b"other weights".ljust(32)),
+        patch(piece(0, 1, ChunkKind.FULL)),
+        patch(piece(0, 3)),
+        patch(piece(2, 1)),
+        patch(piece(0, 2), piece(1, 1)),
+        patch(piece(1, 1), piece(0, 1)),
+    ],
+)
+def test_a_patch_that_leads_nowhere_is_refused(bad):
+    with pytest.raises(PeerError):
+        check_manifest(with_patches(bad))

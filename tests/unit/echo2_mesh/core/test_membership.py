@@ -25,7 +25,7 @@ from echo2_mesh.core.membership import (
     heartbeat_interval_s,
 )
 from echo2_mesh.wire.messages import Heartbeat
-from echo2_mesh.wire.types import NodeId, Role
+from echo2_mesh.wire.types import NodeId, Reach, Role
 
 ME, LEARNER = NodeId("me"), NodeId("learner")
 
@@ -34,7 +34,7 @@ def table(**kwargs):
     return Membership(ME, LEARNER, Random(1), **kwargs)
 
 
-def beat(node="a", *, incarnation=1, sequence=1, addresses=()):
+def beat(node="a", *, incarnation=1, sequence=1, addresses=(), reach=Reach.UNKNOWN):
     return HeartbeatHeard(
         node=NodeId(node),
         heartbeat=Heartbeat(
@@ -43,6 +43,7 @@ def beat(node="a", *, incarnation=1, sequence=1, addresses=()):
             incarnation_unix_ms=incarnation,
             sequence=sequence,
             addresses=addresses,
+            reach=reach,
         ),
         raw=f"{node}{incarnation}.{sequence}".encode(),
     )
@@ -128,6 +129,22 @@ def test_no_more_neighbours_are_dialled_than_wanted():
     machine = table()
     effects = [e for i in range(30) for e in machine.handle(known(f"n{i}"), 0.0)]
     assert len(dialled(effects)) == NEIGHBOURS_WANTED
+
+
+def test_members_that_only_a_relay_leads_to_come_after_those_that_can_be_dialled():
+    machine = table()
+    places = [f"/ip4/10.0.0.{number}/tcp/1" for number in range(2 * NEIGHBOURS_WANTED)]
+    ranks = {}
+    for number, place in enumerate(places):
+        reach = Reach.RELAYED if number % 2 else Reach.DIRECT
+        ranks[NodeId(f"n{number}")] = reach
+        machine.handle(Connected(node=NodeId(f"n{number}")), 0.0)
+        machine.handle(beat(f"n{number}", addresses=(place,), reach=reach), 0.0)
+    for node in ranks:
+        machine.handle(Disconnected(node=node), 0.0)
+    chosen = dialled(sweep(machine, 5.0))
+    assert len(chosen) == NEIGHBOURS_WANTED
+    assert {ranks[node] for node in chosen} == {Reach.DIRECT}
 
 
 def test_a_failed_dial_is_repeated_ever_more_rarely_and_the_learner_never_given_up():
