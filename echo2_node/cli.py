@@ -18,10 +18,12 @@ from rich.console import Console
 
 from echo2_mesh.errors import Echo2Error, UsageError
 from echo2_node import sightings
-from echo2_node.config import ActorConfig, convert, dump, load_run
+from echo2_node.config import dump, load_run
+from echo2_node.joincommand import join
 from echo2_node.keycommands import keys_app
 from echo2_node.ledgercommands import ledger_app
 from echo2_node.options import AsJson, RunName, StateDir, Verbose
+from echo2_node.weightscommands import weights_app
 
 if TYPE_CHECKING:
     from echo2_node.config import RunConfig
@@ -41,6 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(keys_app, name="keys")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(weights_app, name="weights")
 
 out = Console()
 errors = Console(stderr=True)
@@ -148,90 +151,7 @@ def _check_names(config: RunConfig, *, dry_run: bool) -> None:
         make_loss(config.learner.loss, config.learner.loss_args)
 
 
-@app.command()
-def join(
-    ticket: Annotated[
-        str,
-        typer.Argument(
-            metavar="TICKET",
-            envvar="ECHO2_TICKET",
-            help="The word that `echo2-node ticket` prints on the learner's host, or a file "
-            "that holds it.",
-        ),
-    ],
-    name: Annotated[str, typer.Option(help="What others' tables call this node.")] = "",
-    engine: Annotated[str, typer.Option(help="What generates: torch, vllm, ...")] = "torch",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 chooses.")] = 0,
-    sequences_max: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 64,
-    groups_in_flight_max: Annotated[int, typer.Option(help="Prompt groups held at once.")] = 8,
-    listen: Annotated[
-        list[str] | None,
-        typer.Option(help="Multiaddress to listen on; repeatable; '' to dial out only."),
-    ] = None,
-    announce: Annotated[
-        list[str] | None, typer.Option(help="Address to tell others instead; repeatable.")
-    ] = None,
-    mdns: Annotated[bool, typer.Option(help="Find nodes on the local network.")] = True,
-    store_quota_bytes: Annotated[
-        int | None, typer.Option(help="Disk for weights and rollouts.", show_default=False)
-    ] = None,
-    drain_s: Annotated[float, typer.Option(help="Seconds to finish in when told to leave.")] = 20.0,
-    state_dir: StateDir = None,
-    verbose: Verbose = False,
-) -> None:
-    """Join a run as an actor: fetch its policy, generate rollouts, leave whenever you like."""
-    given: dict[str, Any] = {
-        "name": name,
-        "engine": engine,
-        "device": device,
-        "dtype": dtype,
-        "threads": threads,
-        "sequences_max": sequences_max,
-        "groups_in_flight_max": groups_in_flight_max,
-        "announce": tuple(announce or ()),
-        "mdns": mdns,
-        "drain_s": drain_s,
-    }
-    if listen is not None:
-        given["listen"] = tuple(address for address in listen if address)
-    if store_quota_bytes is not None:
-        given["store_quota_bytes"] = store_quota_bytes
-    config: ActorConfig = convert(
-        given,
-        ActorConfig,
-        where="the options of join",
-        hint="`echo2-node join --help` lists every option.",
-    )
-    from echo2_mesh.wire.ticket import read_ticket
-    from echo2_node.engines.registry import check_engine_name
-    from echo2_node.foreground import join_in_foreground
-
-    check_engine_name(config.engine)
-    invitation = read_ticket(_ticket_text(ticket), now_unix_s=time.time())
-    place = f"actor-{invitation.run_id}" + (f"-{_as_file_name(name)}" if name else "")
-    folder = state_dir or sightings.state_base() / place
-    why = join_in_foreground(config, invitation, state_dir=folder, verbose=verbose)
-    errors.print(f"This node has left: {why}.", highlight=False)
-
-
-def _as_file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
-
-
-def _ticket_text(text: str) -> str:
-    """The ticket itself, or the content of a file of that name."""
-    if len(text) < 1024 and ("/" in text or text.endswith(".txt")):
-        path = Path(text)
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"The ticket file {path} cannot be read: {getattr(error, 'strerror', error)}.",
-                "Name the learner's ticket.txt, or paste the ticket itself.",
-            ) from error
-    return text
+app.command()(join)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from echo2_mesh import limits
 from echo2_mesh.errors import UsageError
+from echo2_mesh.settings import BulkSettings
 
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**53)]
@@ -128,6 +129,16 @@ class MeshSection(Section, frozen=True, kw_only=True):
     """Addresses (with /p2p/<id>) of any live members, beside those remembered."""
     mdns: bool = True
     """Find nodes on the local network."""
+    relay: bool = True
+    """Carry connections for nodes behind NATs, within limits, if this one can be dialled."""
+    bulk_listen: tuple[str, ...] = ()
+    """Where weights are served, beside `listen`; empty: the same hosts on a free port."""
+    bulk_announce: tuple[str, ...] = ()
+    """What to tell others instead, where that port is forwarded too."""
+    uplink_mbit_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Cap of weights sent; 0 for none."""
+    downlink_mbit_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Cap of weights received; 0 for none."""
     open: bool = True
     """False: only holders of the ticket's secret get leases."""
     ticket_hours: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -140,6 +151,17 @@ class MeshSection(Section, frozen=True, kw_only=True):
     """Disk for weights and rollouts; the least recently used goes first."""
 
 
+class WeightsSection(Section, frozen=True, kw_only=True):
+    patch_steps_max: Annotated[int, Meta(ge=0, le=limits.MANIFEST_PATCHES_MAX)] = 16
+    """Patches a late actor may follow, one a version; 0 publishes whole versions only."""
+    patch_size: Literal["fast", "small"] = "fast"
+    """`small`: a quarter fewer bytes for three times the work; for links under 100 Mbit/s."""
+    versions_kept: Annotated[int, Meta(ge=1, le=limits.SHELF_VERSIONS_MAX)] = limits.KEPT_VERSIONS
+    """Whole versions that stay on the learner's disk; 4 or 8 allow longer skips of patches."""
+    full_disk_wait_s: Seconds = 600.0
+    """How long a full disk may hold up a version before the run ends."""
+
+
 class RunConfig(Section, frozen=True, kw_only=True):
     """Everything `echo2-node learn` needs."""
 
@@ -150,6 +172,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     staleness: StalenessSection = StalenessSection()
     learner: LearnerSection = LearnerSection()
     mesh: MeshSection = MeshSection()
+    weights: WeightsSection = WeightsSection()
 
 
 class ActorConfig(Section, frozen=True, kw_only=True):
@@ -175,10 +198,32 @@ class ActorConfig(Section, frozen=True, kw_only=True):
     """What to tell others instead of the addresses listened on."""
     mdns: bool = True
     """Find nodes on the local network."""
+    relay: bool = True
+    """Carry connections for nodes behind NATs, within limits, if this one can be dialled."""
+    bulk_listen: tuple[str, ...] = ()
+    """Where weights are served, beside `listen`; empty: the same hosts on a free port."""
+    bulk_announce: tuple[str, ...] = ()
+    """What to tell others instead, where that port is forwarded too."""
+    uplink_mbit_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Cap of weights sent; 0 for none."""
+    downlink_mbit_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Cap of weights received; 0 for none."""
+    versions_kept: Annotated[int, Meta(ge=1, le=limits.SHELF_VERSIONS_MAX)] = limits.KEPT_VERSIONS
+    """Whole versions of the weights that stay on disk."""
     store_quota_bytes: Positive = limits.STORE_QUOTA_BYTES_DEFAULT
     """Disk for weights and rollouts; the least recently used goes first."""
     drain_s: Seconds = 20.0
     """On SIGTERM: how long running generations may take before their leases are handed back."""
+
+
+def bulk_settings(config: MeshSection | ActorConfig) -> BulkSettings:
+    """The bulk port as the mesh wants it."""
+    return BulkSettings(
+        listen=config.bulk_listen or None,
+        announce=config.bulk_announce,
+        uplink_bytes_per_s=config.uplink_mbit_per_s * 1e6 / 8,
+        downlink_bytes_per_s=config.downlink_mbit_per_s * 1e6 / 8,
+    )
 
 
 def load_run(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:

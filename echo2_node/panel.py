@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echo2_node.sightings import Sighting
-from echo2_node.status import MemberRow
+from echo2_node.status import MemberRow, Snapshot
 from echo2_node.telemetry import short_id
 
 CELL_CHARACTERS_MAX = 48
@@ -40,6 +40,7 @@ def render(sighting: Sighting) -> RenderableType:
         words = ", ".join(f"{age}: {count}" for age, count in histogram)
         limit = snapshot.staleness_limit_steps
         parts.append(Text(f"staleness in steps: {words} (limit {limit})"))
+    parts += _weights(snapshot)
     if snapshot.last_error:
         parts.append(
             _plain(f"last error: {snapshot.last_error}", characters_max=ERROR_CHARACTERS_MAX)
@@ -47,6 +48,35 @@ def render(sighting: Sighting) -> RenderableType:
     if snapshot.log_folder:
         parts.append(Text(f"logs: {snapshot.log_folder}", style="dim", overflow="fold"))
     return Group(*parts)
+
+
+def _weights(snapshot: Snapshot) -> list[RenderableType]:
+    """What versions cost: bytes by kind, the last install, the last way to everybody."""
+    lines = []
+    flows = {kind: flow for kind, flow in snapshot.traffic.items() if kind in ("full", "patch")}
+    if any(flow.in_bytes or flow.out_bytes for flow in flows.values()):
+        words = "; ".join(
+            f"{kind} {size_words(flow.in_bytes)} in, {size_words(flow.out_bytes)} out"
+            for kind, flow in sorted(flows.items())
+        )
+        peers = len(snapshot.traffic_by_peer)
+        lines.append(f"weights: {words}; {peers} {'peer' if peers == 1 else 'peers'}")
+    if snapshot.installs:
+        last = snapshot.installs[-1]
+        fetched = size_words(last.fetched_full_bytes + last.fetched_patch_bytes)
+        lines.append(
+            f"version {last.version}: {fetched} fetched, installed {last.since_announced_s:.2f} s "
+            f"after its announcement, pause {1000 * last.pause_s:.0f} ms"
+        )
+    if snapshot.dissemination:
+        spread = snapshot.dissemination[-1]
+        lines.append(
+            f"version {spread.version}: {spread.first_s:.2f} s to the first, "
+            f"{spread.all_s:.2f} s to the last of {spread.actors} actors"
+        )
+    if snapshot.reach:
+        lines.append(f"reach: {snapshot.reach}")
+    return [_plain(line, characters_max=ERROR_CHARACTERS_MAX) for line in lines]
 
 
 def _headline(sighting: Sighting) -> Text:
@@ -127,7 +157,7 @@ def _wide_table(members: Sequence[MemberRow]) -> Table:
         table.add_column(title)
     for title in ("version", "lag", "tokens/s", "accepted", "refused"):
         table.add_column(title, justify="right")
-    for title in ("commonest reason", "weights"):
+    for title in ("commonest reason", "weights", "reach"):
         table.add_column(title)
     table.add_column("seen", justify="right")
     for member in members:
@@ -142,6 +172,7 @@ def _wide_table(members: Sequence[MemberRow]) -> Table:
             str(member.refused),
             member.commonest_refusal or "",
             _progress(member),
+            "" if member.reach == "unknown" else member.reach,
             f"{member.seen_s_ago:.0f} s",
         )
         table.add_row(*(_plain(cell) for cell in cells), style=_style(member))
@@ -168,10 +199,11 @@ def _progress(member: MemberRow) -> str:
         return ""
     if member.fetched_bytes >= member.fetch_bytes:
         return "complete"
-    return f"{member.fetched_bytes / member.fetch_bytes:.0%} of {_size(member.fetch_bytes)}"
+    return f"{member.fetched_bytes / member.fetch_bytes:.0%} of {size_words(member.fetch_bytes)}"
 
 
-def _size(size_bytes: int) -> str:
+def size_words(size_bytes: float) -> str:
+    """Bytes as people say them: `41.2 MB`."""
     size = float(size_bytes)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

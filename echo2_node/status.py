@@ -50,9 +50,55 @@ class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
     fetched_bytes: int = 0
     fetch_bytes: int = 0
     """Size of the version being fetched; 0 where nothing is."""
+    uplink_bytes_per_s: float = 0.0
+    downlink_bytes_per_s: float = 0.0
+    """What its bulk sockets can carry, measured or configured; 0 where nobody knows."""
+    reach: str = "unknown"
+    """direct, punched or relayed."""
+    way: str = ""
+    """How this node's own weights connection to it came about, where there is one."""
     seen_s_ago: float = 0.0
     last_error: str = ""
     joined_unix_ms: int = 0
+
+
+class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload bytes of blobs since the node started."""
+
+    in_bytes: int = 0
+    out_bytes: int = 0
+
+
+class InstallRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One version's way into this node's engine.
+
+    `fetch_s` until it was whole here and `since_announced_s` until it was proved count from
+    hearing of it. `changed`: elements written where only what differs was.
+    """
+
+    version: int
+    fetched_full_bytes: int
+    fetched_patch_bytes: int
+    fetch_s: float
+    since_announced_s: float
+    install_s: float
+    pause_s: float
+    changed: int | None = None
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """One version's way to the actors that were there when it was announced.
+
+    `first_s` and `all_s`: until the first and the last of `actors` ran it or a newer one.
+    `patch_bytes` is the step from the version before, 0 where there was none.
+    """
+
+    version: int
+    actors: int
+    first_s: float
+    all_s: float
+    full_bytes: int
+    patch_bytes: int
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +126,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Staleness in steps -> consumed trajectories."""
     groups_alive: int = 0
     groups_alive_max: int = 0
+    dissemination: tuple[Spread, ...] = ()
+    """Learner: how long its last versions took to every actor, oldest first."""
+    installs: tuple[InstallRow, ...] = ()
+    """Actor: its last versions, oldest first."""
+    traffic: dict[str, FlowRow] = {}
+    """By kind of blob: full, patch, file, manifest, trajectory."""
+    traffic_by_peer: dict[str, FlowRow] = {}
+    reach: str = ""
+    """Of this node, with the reason; empty where nobody has looked yet."""
     counters: dict[str, int] = {}
     last_error: str = ""
     log_folder: str = ""
@@ -145,6 +200,8 @@ class Reporter:
             if name in fields:
                 counts = {str(getattr(k, "value", k)): n for k, n in fields[name].items()}
                 fields[name] = {k: n for k, n in counts.items() if k != Reason.ADMITTED.value}
+        traffic = mesh.traffic()
+        reach, why = mesh.reach()
         snapshot = Snapshot(
             **self._own,
             node=mesh.node,
@@ -154,6 +211,9 @@ class Reporter:
             updated_unix_ms=now_unix_ms,
             started_unix_ms=self._started_unix_ms,
             counters=dict(mesh.counters),
+            traffic={kind.value: _flow(flow) for kind, flow in traffic.kinds.items()},
+            traffic_by_peer={node: _flow(flow) for node, flow in traffic.peers.items()},
+            reach=f"{reach.value}: {why}" if why else "",
             members=tuple(
                 _row(
                     node,
@@ -162,6 +222,7 @@ class Reporter:
                     standing=standing,
                     newest=newest,
                     seen_s_ago=seen_s_ago,
+                    way=traffic.lanes.get(node, ""),
                     # By this host's clock: peers' clocks are never compared.
                     joined_unix_ms=self._joined_unix_ms.setdefault(node, now_unix_ms),
                 )
@@ -184,6 +245,7 @@ def _row(
     standing: str,
     newest: int,
     seen_s_ago: float,
+    way: str,
     joined_unix_ms: int,
 ) -> MemberRow:
     """A node as it describes itself, but for what was counted here."""
@@ -208,10 +270,18 @@ def _row(
         commonest_refusal=tally.commonest_refusal,
         fetched_bytes=beat.fetched_bytes,
         fetch_bytes=beat.fetch_bytes,
+        uplink_bytes_per_s=beat.uplink_bytes_per_s,
+        downlink_bytes_per_s=beat.downlink_bytes_per_s,
+        reach=beat.reach.value,
+        way=way,
         seen_s_ago=seen_s_ago,
         last_error=beat.last_error,
         joined_unix_ms=joined_unix_ms,
     )
+
+
+def _flow(flow: Any) -> FlowRow:
+    return FlowRow(in_bytes=flow.in_bytes, out_bytes=flow.out_bytes)
 
 
 def _now_unix_ms() -> int:

@@ -22,6 +22,7 @@ from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import LocalError
 from echo2_mesh.identity import Identity
 from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, ReadyVersion, open_mesh
+from echo2_mesh.versionlog import VERSIONS_FILE
 from echo2_mesh.wire.messages import Goodbye
 from echo2_mesh.wire.ticket import RunTicket, admission_proof
 from echo2_mesh.wire.types import GOODBYE_RUN_ENDED, Digest, NodeId, Role
@@ -33,7 +34,7 @@ from echo2_node.actor.weights import (
     open_codec,
     write_model_files,
 )
-from echo2_node.config import ActorConfig
+from echo2_node.config import ActorConfig, bulk_settings
 from echo2_node.engines.port import EnginePort
 from echo2_node.engines.process import open_engine
 from echo2_node.errors import as_one_error, leaves
@@ -97,8 +98,12 @@ async def run_actor(
             for address in ticket.addresses
         ),
         mdns=config.mdns,
+        relay=config.relay,
         incarnation_unix_ms=int(time.time() * 1000),
         members_path=state_dir / "members.json",
+        versions_path=state_dir / VERSIONS_FILE,
+        versions_kept=config.versions_kept,
+        bulk=bulk_settings(config),
     )
     proof = (
         admission_proof(ticket.secret, run_id=ticket.run_id, node=identity.node)
@@ -310,6 +315,7 @@ class Actor:
             state=state,
             version=installed.version if installed is not None else None,
             refusals={r.value: n for r, n in tally.by_reason.items()} if tally is not None else {},
+            installs=tuple(self._weights.installs),
             # Where the daemon has none to tell: why the mesh cannot fetch.
             last_error=self._mesh.heartbeat().last_error,
         )

@@ -191,6 +191,9 @@ class Rollouts:
             log.warning("prompt refused", claim=lease.lease_id[:8], reason=str(error))
             await self._hand_back((lease,), str(error)[:200])
             return
+        if not all(self._weights.trusts(one.segments) for one in generations):
+            await self._hand_back((lease,), "weights refused")
+            return
         if deadline.cancelled_caught:
             engine.cancel_nowait(lease.lease_id)
             log.info("lease ran out", claim=lease.lease_id[:8], seconds=lease.ttl_s)

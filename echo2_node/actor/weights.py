@@ -2,32 +2,40 @@
 
 The mesh says when a version is complete on this host; this room writes the files that travel
 with the model, has the engine install the weights between two tokens, and compares the engine's
-log-probs of the manifest's probe with the learner's. Only a proved version may take leases. Where
-a disk lost or damaged a blob since, it is fetched again. `actor.daemon` runs it.
+log-probs of the manifest's probe with the learner's. Only a proved version may take leases; one
+that fails is left for the version before, under which work goes on. Where a disk lost or damaged a
+blob since, it is fetched again. `actor.daemon` runs it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import structlog
 import trio
 
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import Echo2Error, LocalError, PeerError, UsageError
 from echo2_mesh.mesh import Mesh, ReadyVersion
-from echo2_mesh.wire.messages import ChunkRef, Manifest
+from echo2_mesh.wire.messages import ChunkRef, Manifest, VersionSpan
 from echo2_mesh.wire.types import Digest, NodeId, PolicyVersion
-from echo2_node.engines.fingerprint import compare
+from echo2_node.engines.fingerprint import Fingerprint, compare
 from echo2_node.engines.port import EnginePort
+from echo2_node.engines.protocol import InstallReport
+from echo2_node.status import InstallRow
 from echo2_node.telemetry import MetricsFile
 from echo2_node.tokens import TokenCodec, template_digest, tokenizer_digest
 
 log = structlog.get_logger()
 
 INSTALL_RETRY_S = 5.0
+INSTALLS_SHOWN_MAX = 8
+REFUSED_REMEMBERED_MAX = 64
 
 
 def write_model_files(manifest: Manifest, store: ChunkStore, folder: Path) -> None:
@@ -90,14 +98,19 @@ class Weights:
         self._changed = trio.Event()
         self.newest: ReadyVersion | None = None
         self.installed: ReadyVersion | None = None
+        self.installs: deque[InstallRow] = deque(maxlen=INSTALLS_SHOWN_MAX)
         self.last_error = ""
+        self._whole_since_s = 0.0
+        self._refused: deque[PolicyVersion] = deque(maxlen=REFUSED_REMEMBERED_MAX)
+        """Versions under which this engine drew tokens before they failed their proof."""
         self._doubtful = False
         """An install went wrong: perhaps the blobs on this disk are not what they were."""
 
     async def wait_first(self) -> ReadyVersion:
         """The first complete version; waits as long as the mesh needs."""
         if self.newest is None:
-            self.newest = await self._versions.receive()
+            self._take(await self._versions.receive())
+        assert self.newest is not None
         return self.newest
 
     async def wait_whole(self, target: ReadyVersion) -> None:
@@ -122,12 +135,18 @@ class Weights:
             await self._changed.wait()
         return self.installed
 
+    def trusts(self, segments: Iterable[VersionSpan]) -> bool:
+        """False where tokens were drawn by weights that were refused or, later, gone back from."""
+        versions = [span.version for span in segments]
+        return versions == sorted(versions) and not set(versions) & set(self._refused)
+
     async def follow(self, engine: EnginePort) -> None:
         """Install every newer version on `engine` until cancelled.
 
         A fresh engine has nothing installed, so it starts with the newest known version. A
         version that fails to install or to prove itself is tried again after a pause and
-        overtaken by the next one; meanwhile no leases are taken.
+        overtaken by the next one; meanwhile leases are taken under the version before, if the
+        engine still has it or takes it again.
 
         Errors:
             LocalError: the engine process died.
@@ -135,56 +154,98 @@ class Weights:
         self.installed = None
         await self.wait_first()
         with contextlib.suppress(trio.WouldBlock):
-            self.newest = self._versions.receive_nowait()
+            self._take(self._versions.receive_nowait())
         while True:
             assert self.newest is not None
             if await self._install(engine, self.newest):
-                self.newest = await self._versions.receive()
+                self._take(await self._versions.receive())
             else:
                 with trio.move_on_after(INSTALL_RETRY_S):
-                    self.newest = await self._versions.receive()
+                    self._take(await self._versions.receive())
+
+    def _take(self, ready: ReadyVersion) -> None:
+        self.newest = ready
+        self._whole_since_s = trio.current_time()
 
     async def _install(self, engine: EnginePort, target: ReadyVersion) -> bool:
         if self._doubtful and not await self._mend(target):
             return False
+        before = self.installed
         try:
             report = await engine.install(target.manifest_ref.digest)
-        except UsageError as error:
-            return self._failed(target, error)
-        except LocalError:
+        except (UsageError, LocalError) as error:
             self._doubtful = True
-            raise
-        proof = compare(
-            target.manifest.probe.logprobs,
-            report.probe_logprobs,
-            dtype=engine.info.cohort.dtype,
-        )
+            if not engine.alive:
+                raise
+            return self._failed(target, error)
+        proof = _proof(target, report, engine)
         if not proof.matches:
-            return self._failed(
+            self._refused.append(target.version)
+            self.installed = None
+            self._failed(
                 target,
                 LocalError(
                     f"Version {target.version} is not what the learner published: {proof.why}"
                 ),
             )
-        self.installed = target
+            if before is not None and before.version != target.version:
+                await self._go_back(engine, before)
+            return False
+        if target.version in self._refused:
+            self._refused = deque(
+                (v for v in self._refused if v != target.version), self._refused.maxlen
+            )
         self.last_error = ""
+        self._prove(target)
+        self._record(target, report, proof)
+        return True
+
+    async def _go_back(self, engine: EnginePort, before: ReadyVersion) -> None:
+        """Have the engine take the version again that it had; nothing is installed if it cannot."""
+        try:
+            report = await engine.install(before.manifest_ref.digest)
+        except (UsageError, LocalError) as error:
+            if not engine.alive:
+                raise
+            log.warning("not gone back", version=before.version, reason=str(error))
+            return
+        if _proof(before, report, engine).matches:
+            log.info("gone back", version=before.version)
+            self._prove(before)
+
+    def _prove(self, version: ReadyVersion) -> None:
+        """From now on work is done under `version`; its blobs stay, as the next one's base."""
+        refs = blobs_of(version.manifest, version.manifest_ref)
+        self._mesh.store.pin("installed", (ref.digest for ref in refs))
+        self.installed = version
         self._changed.set()
         self._changed = trio.Event()
+
+    def _record(self, target: ReadyVersion, report: InstallReport, proof: Fingerprint) -> None:
+        waited_s = trio.current_time() - self._whole_since_s
+        row = InstallRow(
+            version=target.version,
+            fetched_full_bytes=target.fetched_full_bytes,
+            fetched_patch_bytes=target.fetched_patch_bytes,
+            fetch_s=round(target.fetch_s, 4),
+            since_announced_s=round(target.fetch_s + waited_s, 4),
+            install_s=round(report.total_s, 4),
+            pause_s=round(report.pause_s, 5),
+            changed=report.changed,
+        )
+        self.installs.append(row)
         self._metrics.write(
             {
                 "event": "installed",
-                "version": target.version,
                 "unix_ms": int(time.time() * 1000),
-                "install_s": round(report.total_s, 4),
-                "pause_s": round(report.pause_s, 4),
+                **msgspec.to_builtins(row),
+                "probe_s": round(report.probe_s, 4),
                 "probe_difference_max": round(proof.maximum, 6),
             }
         )
         log.debug("version installed", version=target.version, seconds=round(report.total_s, 3))
-        return True
 
     def _failed(self, target: ReadyVersion, error: Echo2Error) -> bool:
-        self.installed = None
         self._doubtful = True
         self.last_error = error.what
         log.warning("version refused", version=target.version, reason=str(error))
@@ -216,8 +277,13 @@ class Weights:
         return (self._mesh.learner, *others)
 
 
+def _proof(version: ReadyVersion, report: InstallReport, engine: EnginePort) -> Fingerprint:
+    truth = version.manifest.probe.logprobs
+    return compare(truth, report.probe_logprobs, dtype=engine.info.cohort.dtype)
+
+
 def blobs_of(manifest: Manifest, manifest_ref: ChunkRef) -> tuple[ChunkRef, ...]:
-    """Every blob of a version, the manifest's own included, each once."""
+    """Every blob that an install needs, the manifest's own included, each once: no patches."""
     files = (chunk for file in manifest.files for chunk in file.chunks)
     refs = {ref.digest: ref for ref in (manifest_ref, *files, *manifest.chunks)}
     return tuple(refs.values())

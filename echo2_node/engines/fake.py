@@ -237,6 +237,11 @@ class FakeEnginePort(_Fake):
         self._started_s: float | None = None
         self._tokens_total = 0
 
+    @property
+    def alive(self) -> bool:
+        """False once `die` was called."""
+        return self._death is None
+
     async def generate(self, request: GenerationRequest) -> tuple[Generation, ...]:
         """See `EnginePort.generate`."""
         self._check_alive()

@@ -11,52 +11,51 @@ import numpy as np
 import torch
 
 from echo2_mesh.errors import UsageError
-from echo2_mesh.wire.messages import TensorSpan
-from echo2_node.engines.weights import Staged
+from echo2_mesh.wire.messages import Manifest, TensorSpan
 
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def match(module: torch.nn.Module, staged: Staged) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(parameter or buffer, published tensor) for the whole state of `module`.
+def match(module: torch.nn.Module, manifest: Manifest) -> list[tuple[torch.Tensor, TensorSpan]]:
+    """(parameter or buffer, published tensor) for the whole state of `module`, each target once.
 
     Raises:
         UsageError: tensors missing, unknown, of another shape, or tied otherwise.
     """
     state = module.state_dict(keep_vars=True)
     aliases: dict[str, list[str]] = {}
-    for alias, stored in staged.manifest.tied:
+    for alias, stored in manifest.tied:
         aliases.setdefault(stored, []).append(alias)
     pairs = []
     filled: dict[int, str] = {}
-    for span, data in staged.tensors():
-        published = as_tensor(span, data)
+    for span in manifest.tensors:
         for name in (span.name, *aliases.get(span.name, ())):
             target = state.get(name)
-            if target is None or target.shape != published.shape:
+            if target is None or target.shape != torch.Size(span.shape):
                 have = "no such tensor" if target is None else f"{list(target.shape)} there"
-                raise _misfit(module, staged, f"{name} {list(span.shape)}: {have}")
-            owner = filled.setdefault(id(target), span.name)
-            if owner != span.name:
-                raise _misfit(module, staged, f"{name} and {owner} are one tensor in the model")
-            pairs.append((target.data, published))
+                raise _misfit(module, manifest, f"{name} {list(span.shape)}: {have}")
+            if id(target) not in filled:
+                filled[id(target)] = span.name
+                pairs.append((target.data, span))
+            elif (owner := filled[id(target)]) != span.name:
+                raise _misfit(module, manifest, f"{name} and {owner} are one tensor in the model")
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     if missing:
-        raise _misfit(module, staged, f"{len(missing)} tensors are missing, e.g. {missing[0]}")
+        raise _misfit(module, manifest, f"{len(missing)} tensors are missing, e.g. {missing[0]}")
     return pairs
 
 
-def probe_ids(staged: Staged, vocabulary: int) -> list[int]:
+def probe_ids(manifest: Manifest, vocabulary: int) -> list[int]:
     """The probe's token ids.
 
     Raises:
         UsageError: an id is outside the engine's vocabulary.
     """
-    raw = staged.manifest.probe.token_ids
+    raw = manifest.probe.token_ids
     ids: list[int] = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<i4").tolist()
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise UsageError(
-            f"The probe of version {staged.manifest.version} holds a token outside the "
+            f"The probe of version {manifest.version} holds a token outside the "
             f"vocabulary of {vocabulary}.",
             "The model folder and the weights must come from the same run.",
         )
@@ -64,12 +63,17 @@ def probe_ids(staged: Staged, vocabulary: int) -> list[int]:
 
 
 def as_tensor(span: TensorSpan, data: np.ndarray) -> torch.Tensor:
-    """Published bytes as a tensor on the CPU, not copied."""
-    return torch.from_numpy(data).view(_TORCH_DTYPES[span.dtype]).reshape(span.shape)
+    """A whole tensor's published bytes, uint8, as a tensor on the CPU, not copied."""
+    return as_elements(span, data).reshape(span.shape)
 
 
-def _misfit(module: torch.nn.Module, staged: Staged, what: str) -> UsageError:
+def as_elements(span: TensorSpan, data: np.ndarray) -> torch.Tensor:
+    """Some elements' published bit patterns as a flat tensor on the CPU, not copied."""
+    return torch.from_numpy(data.view(np.uint8)).view(_TORCH_DTYPES[span.dtype])
+
+
+def _misfit(module: torch.nn.Module, manifest: Manifest, what: str) -> UsageError:
     return UsageError(
-        f"Version {staged.manifest.version} does not fit {type(module).__name__}: {what[:300]}.",
+        f"Version {manifest.version} does not fit {type(module).__name__}: {what[:300]}.",
         "The model folder and the weights must come from the same run.",
     )

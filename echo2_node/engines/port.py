@@ -15,6 +15,11 @@ class EnginePort(Protocol):
     info: EngineInfo
 
     @property
+    def alive(self) -> bool:
+        """False once the engine is dead."""
+        ...
+
+    @property
     def tokens_per_s(self) -> float:
         """Completion tokens per second over the last few seconds."""
         ...
@@ -33,7 +38,8 @@ class EnginePort(Protocol):
 
         Raises:
             UsageError: the version does not fit the engine; the old weights stay.
-            LocalError: the engine died.
+            LocalError: the engine died; where it is alive, the version cannot be read or was
+                taken back, and the old weights stay.
         """
         ...
 

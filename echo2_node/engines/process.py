@@ -16,9 +16,9 @@ from typing import Generic, TypeVar, assert_never
 
 import trio
 
+from echo2_mesh.child import Child, open_child
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.types import Digest
-from echo2_node.child import Child, open_child
 from echo2_node.config import ActorConfig
 from echo2_node.engines.frames import (
     Cancel,

@@ -54,6 +54,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class InstallReport(msgspec.Struct, frozen=True, kw_only=True):
     """A version change: `pause_s` is the time in which no token could be generated.
 
+    The pause holds what lies between two tokens: writing the parameters and computing running
+    sequences' keys and values again. `probe_s` comes after it, with tokens in between. `total_s`
+    counts all, reading and comparing included. `changed`: elements written where only what differs
+    was; None for a full install.
+
     `probe_logprobs` float32[T-1]: the manifest's probe sequence under the weights now installed,
     computed by the generating model itself, so that stale copies cannot hide.
     """
@@ -62,6 +67,8 @@ class InstallReport(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float
     total_s: float
     probe_logprobs: bytes
+    probe_s: float = 0.0
+    changed: int | None = None
 
 
 class Engine(Protocol):
@@ -105,7 +112,9 @@ class Engine(Protocol):
         """Load the version named by a manifest blob in the chunk store, between two steps.
 
         Running sequences continue under the new weights; their later tokens carry the new
-        version. On any failure the old weights stay and generation goes on.
+        version. On any failure the old weights stay and generation goes on. An engine that
+        cannot take weights back returns a report whose probe does not match; whoever called
+        installs the version before again.
 
         Raises:
             UsageError: tensors missing, of another shape, or of an unsupported dtype.

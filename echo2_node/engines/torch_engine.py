@@ -16,15 +16,18 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from echo2_mesh.errors import UsageError
-from echo2_mesh.wire.messages import Sampling, VersionSpan
+from echo2_mesh.errors import LocalError, UsageError
+from echo2_mesh.wire.messages import Manifest, Sampling, VersionSpan
 from echo2_mesh.wire.types import Digest, PolicyVersion, StopReason
+from echo2_node.engines.differences import find_changes
+from echo2_node.engines.fingerprint import compare
+from echo2_node.engines.flips import Flip, prepare_flip
 from echo2_node.engines.matching import probe_ids
 from echo2_node.engines.protocol import EngineInfo, Generation, GenerationRequest, InstallReport
 from echo2_node.engines.registry import EngineSettings
 from echo2_node.engines.sampling import Filters, Uniforms, draw
-from echo2_node.engines.torch_model import TorchModel
-from echo2_node.engines.weights import Staged, stage
+from echo2_node.engines.torch_model import Pairs, TorchModel
+from echo2_node.engines.weights import Staged, read_checked, stage
 
 
 class Sequence:
@@ -66,6 +69,9 @@ class Sequence:
         )
 
 
+Ended = tuple[Sequence, StopReason]
+
+
 class _Waiting:
     """A request of which members are still to be started."""
 
@@ -82,8 +88,15 @@ class TorchEngine:
         self._model = model
         self._store_dir = store_dir
         self._version: PolicyVersion | None = None
-        self._staged: Staged | None = None
+        self._prepared: Staged | Flip | None = None
+        self._prepare_s = 0.0
+        self._installed: tuple[Digest, Manifest] | None = None
+        """The version whose published values the parameters are known to hold, bit for bit."""
+        self._last_flip: Flip | None = None
+        """How the installed version was reached, where that was a flip: the way back."""
         self._waiting: deque[_Waiting] = deque()
+        self._ended: list[Ended] = []
+        """Ended while a version was being proved; told by the next step."""
         self._running: list[Sequence] = []
         """Sequence i sits in slot i of the cache."""
         self._cache = model.make_cache(sequences_max)
@@ -124,70 +137,163 @@ class TorchEngine:
 
     def busy(self) -> bool:
         """See `Engine.busy`."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self._ended)
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """Start what fits, then one token for every running sequence."""
-        ended = self._admit()
-        if self._running:
-            rows = range(len(self._running))
-            logits_BV = self._model.decode(
-                self._cache,
-                [sequence.tokens[-1] for sequence in self._running],
-                [len(sequence.tokens) - 1 for sequence in self._running],
-            )
-            if self._filters is None:
-                self._filters = self._filters_of(self._running)
-            self._sample(self._running, logits_BV, self._filters)
-            ended += self._leave(rows)
-        return ended
+        ended, self._ended = self._ended, []
+        ended += self._admit()
+        ended += self._decode()
+        return [sequence.generation(reason) for sequence, reason in ended]
+
+    def _decode(self) -> list[Ended]:
+        """One token for every running sequence; those that it ended."""
+        if not self._running:
+            return []
+        logits_BV = self._model.decode(
+            self._cache,
+            [sequence.tokens[-1] for sequence in self._running],
+            [len(sequence.tokens) - 1 for sequence in self._running],
+        )
+        if self._filters is None:
+            self._filters = self._filters_of(self._running)
+        self._sample(self._running, logits_BV, self._filters)
+        return self._leave(range(len(self._running)))
 
     @torch.inference_mode()
     def cancel(self, request_id: str) -> None:
         """See `Engine.cancel`."""
         kept = [waiting for waiting in self._waiting if waiting.request.request_id != request_id]
         self._waiting = deque(kept)
+        self._ended = [one for one in self._ended if one[0].request_id != request_id]
         for row in reversed(range(len(self._running))):
             if self._running[row].request_id == request_id:
                 self._vacate(row)
 
     def prepare(self, manifest: Digest) -> None:
-        """See `Engine.prepare`."""
-        self._staged = stage(self._store_dir, manifest)
+        """See `Engine.prepare`. Only what differs, where the store has both versions whole."""
+        began_s = perf_counter()
+        self._prepared = self._flip_to(manifest) or stage(self._store_dir, manifest)
+        self._prepare_s = perf_counter() - began_s
+
+    def _flip_to(self, digest: Digest) -> Flip | None:
+        """The short way from what is installed; None where only a full install will do."""
+        base, last = self._installed, self._last_flip
+        if base is None or base[0] == digest:
+            return None
+        if last is not None and last.base == digest:
+            return last.reversed()
+        manifest = read_checked(self._store_dir, digest)
+        changes = find_changes(self._store_dir, base[1], manifest)
+        if changes is None:
+            return None
+        pairs = self._model.pairs(manifest)
+        return prepare_flip(pairs, changes, base=base, digest=digest, manifest=manifest)
 
     @torch.inference_mode()
     def install(self, manifest: Digest) -> InstallReport:
-        """See `Engine.install`. All is read and checked before the first parameter changes."""
-        started_s = perf_counter()
-        staged, self._staged = self._staged, None
-        if staged is None or staged.digest != manifest:
-            staged = stage(self._store_dir, manifest)
-        copies = self._model.plan(staged)
-        probe = probe_ids(staged, self.info.vocabulary)
+        """See `Engine.install`. All is read and checked before the first parameter changes.
+
+        Running sequences go on while the probe is computed. Where it says that a flip did not
+        give what the learner published, the old values are written back and what the sequences
+        drew meanwhile is forgotten: no generation holds a token of weights that were refused.
+        """
+        if not self._is_prepared(manifest):
+            self.prepare(manifest)
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None
+        began_s = perf_counter()
+        content = prepared.manifest
+        pairs = self._model.pairs(content)
+        ids = probe_ids(content, self.info.vocabulary)
         paused_s = perf_counter()
-        self._model.copy(copies)
-        version = self._version = staged.manifest.version
+        self._write(prepared, pairs)
+        for sequence in self._running:
+            sequence.starts.append((content.version, len(sequence.logprobs)))
+        self._prefill_running()
+        pause_s = perf_counter() - paused_s
+        logprobs = self._prove(prepared, ids)
+        self._version = content.version
+        ended_s = perf_counter()
+        return InstallReport(
+            version=content.version,
+            pause_s=pause_s,
+            total_s=ended_s - began_s + self._prepare_s,
+            probe_logprobs=logprobs,
+            probe_s=ended_s - paused_s - pause_s,
+            changed=prepared.changed if isinstance(prepared, Flip) else None,
+        )
+
+    def _is_prepared(self, digest: Digest) -> bool:
+        prepared, base = self._prepared, self._installed
+        if prepared is None or prepared.digest != digest:
+            return False
+        return isinstance(prepared, Staged) or (base is not None and base[0] == prepared.base)
+
+    def _write(self, prepared: Staged | Flip, pairs: Pairs) -> None:
+        if isinstance(prepared, Flip):
+            prepared.apply()
+        else:
+            self._installed = self._last_flip = None
+            self._model.copy(prepared, pairs)
+
+    def _prove(self, prepared: Staged | Flip, ids: list[int]) -> bytes:
+        """The probe's log-probs under what was just written, and what follows from them.
+
+        Weights that are not what their manifest says are no base of anything. Nor are those that
+        somebody went back to: the newer version is doubted, perhaps for what lies on the disk, so
+        the next install reads its version whole.
+        """
+        ended: list[Ended] = []
+        manifest = prepared.manifest
+        flip = prepared if isinstance(prepared, Flip) else None
+        try:
+            between = (lambda: ended.extend(self._decode())) if self._running else None
+            logprobs = self._model.probe(ids, between)
+            proof = compare(manifest.probe.logprobs, logprobs, dtype=self.info.cohort.dtype)
+            if flip is not None and not proof.matches:
+                raise LocalError(
+                    f"Version {manifest.version} is not what the learner published: {proof.why}; "
+                    f"version {self._version} goes on."
+                )
+        except BaseException:
+            if flip is not None:
+                flip.undo()
+                self._rewind(ended)
+                self._installed = self._last_flip = None
+            raise
+        self._ended += ended
+        last = self._last_flip
+        back = flip is not None and last is not None and last.base == flip.digest
+        self._last_flip = None if back else flip
+        self._installed = (prepared.digest, manifest) if proof.matches and not back else None
+        return logprobs
+
+    def _rewind(self, ended: list[Ended]) -> None:
+        """Forget every token that was drawn under the version taken last."""
+        self._running += [sequence for sequence, _ in ended]
+        self._filters = None
+        for sequence in self._running:
+            _, start = sequence.starts.pop()
+            del sequence.logprobs[start:]
+            del sequence.tokens[sequence.prompt_length + start :]
+        self._prefill_running()
+
+    def _prefill_running(self) -> None:
+        """Keys and values of running sequences, computed again under the present weights."""
         if self._running:
-            for sequence in self._running:
-                sequence.starts.append((version, len(sequence.logprobs)))
             self._model.prefill(
                 self._cache, 0, [s.tokens[:-1] for s in self._running], logits=False
             )
-        pause_s = perf_counter() - paused_s
-        return InstallReport(
-            version=version,
-            pause_s=pause_s,
-            total_s=perf_counter() - started_s,
-            probe_logprobs=self._model.probe(probe),
-        )
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._waiting.clear()
         self._running.clear()
+        self._ended.clear()
 
-    def _admit(self) -> list[Generation]:
+    def _admit(self) -> list[Ended]:
         """Start waiting members in free slots; their first token comes from the prefill."""
         version = self._version
         free = self.info.sequences_max - len(self._running)
@@ -237,16 +343,16 @@ class TorchEngine:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
 
-    def _leave(self, rows: range) -> list[Generation]:
+    def _leave(self, rows: range) -> list[Ended]:
         """Take out the rows whose last token ended them."""
         ended = []
         eos_ids = self._model.eos_ids
         for row in reversed(rows):
             sequence = self._running[row]
             if sequence.tokens[-1] in eos_ids:
-                ended.append(sequence.generation(StopReason.STOP))
+                ended.append((sequence, StopReason.STOP))
             elif len(sequence.logprobs) >= sequence.sampling.tokens_max:
-                ended.append(sequence.generation(StopReason.LENGTH))
+                ended.append((sequence, StopReason.LENGTH))
             else:
                 continue
             self._vacate(row)

@@ -10,6 +10,7 @@ Shapes: R prompts, B running rows, C columns of a prefill, L tokens visible, V v
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from echo2_mesh.errors import LocalError, UsageError
-from echo2_mesh.wire.messages import Cohort
-from echo2_node.engines.matching import match
+from echo2_mesh.wire.messages import Cohort, Manifest, TensorSpan
+from echo2_node.engines.matching import as_tensor, match
 from echo2_node.engines.registry import EngineSettings
 from echo2_node.engines.slots import SlotCache
 from echo2_node.engines.weights import Staged
@@ -29,10 +30,11 @@ from echo2_node.tokens import TokenCodec
 
 PREFILL_TOKENS_MAX = 4096
 """Tokens of one prefill pass, padding included: bounds its activations and logits."""
+PROBE_SLICE_TOKENS = 8
 LENGTH_TOKENS_DEFAULT = 2048
 """The context of a model whose configuration names none."""
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
-Copies = list[tuple[torch.Tensor, torch.Tensor]]
+Pairs = list[tuple[torch.Tensor, TensorSpan]]
 
 
 class TorchModel:
@@ -96,6 +98,7 @@ class TorchModel:
                 f"The model in {folder} cannot be built: {str(error)[:300]}.",
                 "It must be a causal language model that this version of transformers knows.",
             ) from error
+        module.tie_weights()  # left out with the initialisation
         module.eval().requires_grad_(False)
         return cls(module, eos_ids=TokenCodec.load(folder).eos_ids, device=device)
 
@@ -105,26 +108,38 @@ class TorchModel:
 
     # --- weights -------------------------------------------------------------------------------
 
-    def plan(self, staged: Staged) -> Copies:
-        """What `copy` will do, or a refusal (see `matching.match`); changes nothing."""
-        return match(self._module, staged)
+    def pairs(self, manifest: Manifest) -> Pairs:
+        """Which published tensor fills which parameter, or a refusal (see `matching.match`)."""
+        return match(self._module, manifest)
 
-    def copy(self, copies: Copies) -> None:
-        """Write a plan into the parameters."""
-        for target, published in copies:
-            target.copy_(published)
+    def copy(self, staged: Staged, pairs: Pairs) -> None:
+        """Write a whole version into the parameters."""
+        published = {span.name: as_tensor(span, data) for span, data in staged.tensors()}
+        for target, span in pairs:
+            target.copy_(published[span.name])
 
-    def probe(self, token_ids: list[int]) -> bytes:
+    def probe(self, token_ids: list[int], between: Callable[[], None] | None = None) -> bytes:
         """float32[T-1] log-probs of a fixed sequence, by the path that generates.
 
         All but the last two tokens by prefill, the rest by decoding through the cache: an
         architecture whose cache this engine misunderstands cannot match the learner's forward.
+        Where there is something to do meanwhile, in slices little dearer than a decoding step,
+        with a call of `between` after each.
         """
         cache = self.make_cache(1)
         prefilled = max(1, len(token_ids) - 2)
-        logits = [self._prefill_columns(cache, 0, [token_ids[:prefilled]], 0, prefilled, None)[0]]
+        logits = []
+        step = PROBE_SLICE_TOKENS if between is not None else prefilled
+        for offset in range(0, prefilled, step):
+            columns = min(step, prefilled - offset)
+            slice_ids = [token_ids[: offset + columns]]
+            logits.append(self._prefill_columns(cache, 0, slice_ids, offset, columns, None)[0])
+            if between is not None:
+                between()
         for position in range(prefilled, len(token_ids) - 1):
             logits.append(self.decode(cache, [token_ids[position]], [position]))
+            if between is not None:
+                between()
         logprobs_TV = torch.cat(logits).float().log_softmax(dim=-1)[: len(token_ids) - 1]
         targets_T1 = torch.tensor(token_ids[1:], device=self.device)[:, None]
         chosen_T: np.ndarray = logprobs_TV.gather(1, targets_T1)[:, 0].cpu().numpy()

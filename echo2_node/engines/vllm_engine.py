@@ -129,8 +129,8 @@ class VllmEngine:
         staged, self._staged = self._staged, None
         if staged is None or staged.digest != manifest:
             staged = stage(self._store_dir, manifest)
-        match(self._shape, staged)
-        probe = probe_ids(staged, self.info.vocabulary)
+        match(self._shape, staged.manifest)
+        probe = probe_ids(staged.manifest, self.info.vocabulary)
         HANDED_OVER[manifest] = staged
         paused_s = perf_counter()
         try:

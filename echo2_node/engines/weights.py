@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from echo2_mesh.chunks import digest_of
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.codec import Envelope
-from echo2_mesh.wire.messages import Manifest, TensorSpan
+from echo2_mesh.wire.messages import ChunkRef, Manifest, TensorSpan
 from echo2_mesh.wire.types import ChunkKind, Digest
 
 ITEM_SIZE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -67,34 +68,60 @@ def stage(store_dir: Path, digest: Digest) -> Staged:
         LocalError: a blob is missing or shorter than promised.
         UsageError: not a manifest, a patch, or tensors that do not lie inside the data.
     """
+    manifest = read_checked(store_dir, digest)
+    total_bytes = sum(chunk.size_bytes for chunk in manifest.chunks)
+    data = np.empty(total_bytes, dtype=np.uint8)
+    offset = 0
+    for chunk in manifest.chunks:
+        _read_whole(store_dir, chunk, data[offset : offset + chunk.size_bytes])
+        offset += chunk.size_bytes
+    return Staged(digest, manifest, data)
+
+
+def read_checked(store_dir: Path, digest: Digest) -> Manifest:
+    """A manifest whose tensors engines can take.
+
+    Raises:
+        LocalError: the blob is missing.
+        UsageError: not a manifest, a patch, or tensors that do not lie inside the data.
+    """
     manifest = read_manifest(store_dir, digest)
     if any(chunk.kind is not ChunkKind.FULL for chunk in manifest.chunks):
         raise UsageError(
             f"Version {manifest.version} is published as a patch, which engines cannot apply.",
             "The daemon must rebuild the full version first.",
         )
-    total_bytes = sum(chunk.size_bytes for chunk in manifest.chunks)
-    _check_spans(manifest, total_bytes)
-    data = np.empty(total_bytes, dtype=np.uint8)
-    offset = 0
-    for chunk in manifest.chunks:
-        view = data[offset : offset + chunk.size_bytes].data
-        try:
-            with _path(store_dir, chunk.digest).open("rb", buffering=0) as file:
-                read_bytes = _read_into(file, view)
-        except OSError as error:
-            raise LocalError(
-                f"Chunk {chunk.digest.hex()[:8]} of version {manifest.version} cannot be read: "
-                f"{error}."
-            ) from error
-        if read_bytes != chunk.size_bytes:
-            raise LocalError(
-                f"Chunk {chunk.digest.hex()[:8]} of version {manifest.version} is cut: "
-                f"{read_bytes} of {chunk.size_bytes} bytes.",
-                "Delete that file; it will be fetched again.",
-            )
-        offset += chunk.size_bytes
-    return Staged(digest, manifest, data)
+    _check_spans(manifest, sum(chunk.size_bytes for chunk in manifest.chunks))
+    return manifest
+
+
+def read_chunk(store_dir: Path, chunk: ChunkRef) -> np.ndarray:
+    """A blob's bytes, uint8[size_bytes], hashed.
+
+    Raises:
+        LocalError: it is missing, cut, or does not hash to its name.
+    """
+    data = np.empty(chunk.size_bytes, dtype=np.uint8)
+    _read_whole(store_dir, chunk, data)
+    if digest_of(data.data) != chunk.digest:
+        raise LocalError(
+            f"Chunk {chunk.digest.hex()[:8]} is damaged on the disk.",
+            "Delete that file; it will be fetched again.",
+        )
+    return data
+
+
+def _read_whole(store_dir: Path, chunk: ChunkRef, data: np.ndarray) -> None:
+    try:
+        with _path(store_dir, chunk.digest).open("rb", buffering=0) as file:
+            read_bytes = _read_into(file, data.data)
+    except OSError as error:
+        raise LocalError(f"Chunk {chunk.digest.hex()[:8]} cannot be read: {error}.") from error
+    if read_bytes != chunk.size_bytes:
+        raise LocalError(
+            f"Chunk {chunk.digest.hex()[:8]} is cut: {read_bytes} of {chunk.size_bytes} bytes.",
+            "Delete that file; it will be fetched again.",
+        )
 
 
 def _read_into(file: object, view: memoryview) -> int:

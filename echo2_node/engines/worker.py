@@ -15,9 +15,9 @@ import threading
 import time
 from typing import assert_never
 
+from echo2_mesh.child import ChildPipe, take_pipes
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.types import Digest
-from echo2_node.child import ChildPipe, take_pipes
 from echo2_node.engines.frames import (
     Cancel,
     Command,

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from echo2_mesh.errors import LocalError
+from echo2_mesh.errors import DiskFull, LocalError
 from echo2_node.learner import tensorfile
 
 RECORD = "checkpoint.json"
@@ -148,7 +148,7 @@ def write_checkpoint(
         with contextlib.suppress(OSError):
             shutil.rmtree(partial)
         if error.errno in _FULL_DISK:
-            raise LocalError(
+            raise DiskFull(
                 f"The disk is full: the checkpoint {folder.name} cannot be written to "
                 f"{folder.parent}.",
                 "Free space there or keep fewer (learner.checkpoints_kept); the checkpoints "

@@ -19,7 +19,7 @@ from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.identity import Identity
 from echo2_mesh.mesh import Carrier, Mesh, MeshSettings, open_mesh
 from echo2_mesh.wire.types import PolicyVersion, Role
-from echo2_node.config import RunConfig, dump
+from echo2_node.config import RunConfig, bulk_settings, dump
 from echo2_node.errors import as_one_error
 from echo2_node.learner.checkpoints import Checkpoints
 from echo2_node.learner.desk import RolloutDesk
@@ -157,6 +157,10 @@ def mesh_settings(config: RunConfig, place: Place, identity: Identity) -> MeshSe
         announce=config.mesh.announce,
         bootstrap=config.mesh.bootstrap,
         mdns=config.mesh.mdns,
+        relay=config.mesh.relay,
         incarnation_unix_ms=int(time.time() * 1000),
         members_path=place.members,
+        versions_path=place.versions,
+        versions_kept=config.weights.versions_kept,
+        bulk=bulk_settings(config.mesh),
     )

@@ -1,25 +1,25 @@
-"""A version's tensors into content-addressed chunks, and a manifest back into a model folder.
+"""A version's tensors and files into content-addressed chunks.
 
 Chunks are cut at tensor borders, so a tensor that did not change gives the same chunk again and
 nobody fetches it twice; a tensor larger than a chunk is sliced. It signs nothing and announces
-nothing. `learner.stepper` exports; whoever wants a folder that `from_pretrained` loads calls
-`write_folder`.
+nothing. `learner.stepper` exports; `echo2_node.shelf` goes the other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import blake3
 import msgspec
 
 from echo2_mesh.chunks import ChunkStore
+from echo2_mesh.delta.codec import Slice
 from echo2_mesh.errors import LocalError
-from echo2_mesh.wire.messages import ChunkRef, FileRef, Manifest, TensorSpan
+from echo2_mesh.wire.messages import ChunkRef, FileRef, TensorSpan
 from echo2_mesh.wire.types import ChunkKind, Digest
 from echo2_node.learner.modelfolder import TRAVELLING_FILES
-from echo2_node.learner.tensorfile import Entry, header_bytes
+from echo2_node.learner.tensorfile import DTYPE_SIZES_BYTES, Entry
 
 PROBE_TOKENS = 32
 _PROBE_STRIDE = 7919
@@ -36,7 +36,16 @@ class DataSection(msgspec.Struct, frozen=True, kw_only=True):
     """BLAKE3 over the whole section."""
 
 
-def write_chunks(entries: Iterable[Entry], store: ChunkStore, chunk_size_bytes: int) -> DataSection:
+EachChunk = Callable[[ChunkRef, bytearray | memoryview, tuple[Slice, ...]], None]
+"""Told of every data chunk as it is written: its name, its bytes, and its runs of one item size."""
+
+
+def write_chunks(
+    entries: Iterable[Entry],
+    store: ChunkStore,
+    chunk_size_bytes: int,
+    each: EachChunk | None = None,
+) -> DataSection:
     """Store tensors as chunks; holds one chunk and one tensor in memory at a time.
 
     Errors:
@@ -46,13 +55,19 @@ def write_chunks(entries: Iterable[Entry], store: ChunkStore, chunk_size_bytes: 
     spans: list[TensorSpan] = []
     whole = blake3.blake3()
     open_chunk = bytearray()
+    slices: list[Slice] = []
     offset_bytes = 0
 
+    def write(data: bytearray | memoryview, runs: tuple[Slice, ...]) -> None:
+        chunks.append(store.add(ChunkKind.FULL, data))
+        if each is not None:
+            each(chunks[-1], data, runs)
+
     def close() -> None:
-        nonlocal open_chunk
+        nonlocal open_chunk, slices
         if open_chunk:
-            chunks.append(store.add(ChunkKind.FULL, open_chunk))
-            open_chunk = bytearray()
+            write(open_chunk, tuple(slices))
+            open_chunk, slices = bytearray(), []
 
     for entry in entries:
         spans.append(
@@ -66,14 +81,20 @@ def write_chunks(entries: Iterable[Entry], store: ChunkStore, chunk_size_bytes: 
         )
         offset_bytes += entry.size_bytes
         data = entry.read()
+        item_bytes = DTYPE_SIZES_BYTES[entry.dtype]
+        codec_bytes = item_bytes if item_bytes in (2, 4) else 1
         whole.update(data)
         if len(open_chunk) + entry.size_bytes > chunk_size_bytes:
             close()
         if entry.size_bytes <= chunk_size_bytes:
             open_chunk += data
+            slices.append(Slice(size_bytes=entry.size_bytes, item_bytes=codec_bytes))
             continue
-        for start in range(0, entry.size_bytes, chunk_size_bytes):
-            chunks.append(store.add(ChunkKind.FULL, data[start : start + chunk_size_bytes]))
+        # Cut between items, so that the codec sees whole ones.
+        step_bytes = chunk_size_bytes - chunk_size_bytes % item_bytes
+        for start in range(0, entry.size_bytes, step_bytes):
+            part = data[start : start + step_bytes]
+            write(part, (Slice(size_bytes=len(part), item_bytes=codec_bytes),))
     close()
     return DataSection(
         chunks=tuple(chunks), tensors=tuple(spans), state_digest=Digest(whole.digest())
@@ -127,33 +148,3 @@ def probe_tokens(vocabulary: int, positions_max: int) -> list[int]:
     """The fixed sequence that proves an installed version; the same for every version."""
     length = max(2, min(PROBE_TOKENS, positions_max))
     return [(1 + index * _PROBE_STRIDE) % vocabulary for index in range(length)]
-
-
-def write_folder(manifest: Manifest, store: ChunkStore, folder: Path) -> None:
-    """Write a version as a Hugging Face folder; existing files of the same names are replaced.
-
-    Errors:
-        LocalError: a chunk is not in the store, or the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in manifest.files:
-            (folder / file.name).write_bytes(
-                b"".join(store.read(chunk.digest) for chunk in file.chunks)
-            )
-        part = folder / "model.safetensors.part"
-        with part.open("wb") as target:
-            target.write(
-                header_bytes((t.name, t.dtype, t.shape, t.size_bytes) for t in manifest.tensors)
-            )
-            for chunk in manifest.chunks:
-                with store.view(chunk.digest) as data:
-                    target.write(data)
-        part.replace(folder / "model.safetensors")
-    except KeyError as error:
-        raise LocalError(
-            f"Version {manifest.version} is not whole here: chunk {str(error)[1:9]} is missing.",
-            "Fetch the version again before writing it as a folder.",
-        ) from error
-    except OSError as error:
-        raise LocalError(f"The model folder {folder} cannot be written: {error}.") from error

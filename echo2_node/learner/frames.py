@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from echo2_mesh.errors import Echo2Error, LocalError, UsageError
+from echo2_mesh.errors import DiskFull, Echo2Error, LocalError, UsageError
 from echo2_node.config import RunConfig
 from echo2_node.learner.port import Exported, Sample, StepReport, TrainerInfo
 
@@ -61,19 +61,24 @@ class SaveDone(Frame, frozen=True, kw_only=True):
 class Failed(Frame, frozen=True, kw_only=True):
     """Reply: not done, and the child goes on living."""
 
-    kind: Literal["usage", "local"]
+    kind: Literal["usage", "local", "full"]
     what: str
     hint: str
 
     @classmethod
     def of(cls, error: Echo2Error) -> Failed:
         """An error as a frame."""
-        kind: Literal["usage", "local"] = "usage" if isinstance(error, UsageError) else "local"
+        kind: Literal["usage", "local", "full"] = "local"
+        if isinstance(error, UsageError):
+            kind = "usage"
+        elif isinstance(error, DiskFull):
+            kind = "full"
         return cls(kind=kind, what=error.what, hint=error.hint)
 
     def error(self) -> Echo2Error:
         """And back."""
-        return (UsageError if self.kind == "usage" else LocalError)(self.what, self.hint)
+        kinds = {"usage": UsageError, "local": LocalError, "full": DiskFull}
+        return kinds[self.kind](self.what, self.hint)
 
 
 Question = Start | Step | Export | Save

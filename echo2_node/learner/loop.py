@@ -10,15 +10,17 @@ import signal
 import time
 from typing import Any
 
+import msgspec
 import structlog
 import trio
 
 from echo2_mesh.errors import LocalError
-from echo2_mesh.mesh import Mesh
+from echo2_mesh.mesh import Mesh, Standing
 from echo2_mesh.wire.types import GOODBYE_RUN_ENDED, PolicyVersion, Role
 from echo2_node.config import RunConfig
 from echo2_node.learner.checkpoints import Checkpoints
 from echo2_node.learner.desk import Batch, NoSignal, RolloutDesk
+from echo2_node.learner.dissemination import Dissemination
 from echo2_node.learner.place import Place
 from echo2_node.learner.port import Exported, StepReport, Trainer
 from echo2_node.learner.publisher import Publisher
@@ -72,6 +74,7 @@ class Learner:
         self._waiting: trio.CancelScope | None = None
         self._announced = trio.Event()
         self._announced.set()
+        self._dissemination = Dissemination()
 
     async def run(self, stop: trio.Event | None) -> str:
         """Train to the end, say goodbye, and say why it ended."""
@@ -175,6 +178,14 @@ class Learner:
     async def _announce(self, exported: Exported) -> None:
         await self._publisher.announce(exported)
         self._announced.set()
+        step = next((p for p in exported.patches if p.version == exported.version), None)
+        self._dissemination.announced(
+            exported.version,
+            trio.current_time(),
+            actors=self._actors(),
+            full_bytes=sum(chunk.size_bytes for chunk in exported.chunks),
+            patch_bytes=sum(chunk.ref.size_bytes for chunk in step.chunks) if step else 0,
+        )
         self._report()
 
     async def _save_if_due(self) -> None:
@@ -189,7 +200,7 @@ class Learner:
         # A checkpoint of a step whose consumption is not recorded would train it again.
         await self._desk.wait_recorded()
         folder = self._checkpoints.folder_of(self._step)
-        await self._trainer.save(folder, step=self._step)
+        await self._publisher.patience.run(lambda: self._trainer.save(folder, step=self._step))
         await trio.to_thread.run_sync(self._checkpoints.retire)
         # A damaged newest checkpoint sends a resume to the oldest one kept, so payloads that
         # only the steps after that one consumed must stay.
@@ -250,23 +261,39 @@ class Learner:
                     log.info("stopping after this step", reason=signal.Signals(number).name)
                     break
         self._stopping = True
+        self._publisher.patience.stop()
         if self._waiting is not None:
             self._waiting.cancel()
 
+    def _actors(self) -> dict[str, int | None]:
+        """The actors that are there, and which version each runs."""
+        return {
+            member.node: member.heartbeat.version
+            for member in self._mesh.members()
+            if member.heartbeat.role is Role.ACTOR and member.standing is Standing.UP
+        }
+
+    def _watch_spread(self) -> None:
+        for spread in self._dissemination.seen(self._actors(), trio.current_time()):
+            record = {"event": "disseminated", "unix_ms": int(time.time() * 1000)}
+            self._metrics.write(record | msgspec.to_builtins(spread))
+
     async def _report_for_ever(self) -> None:
         while True:
+            self._watch_spread()
             self._report()
             await trio.sleep(REPORT_INTERVAL_S)
 
     def _report(self) -> None:
         verdicts = self._desk.verdicts_by_actor
+        last_error = self._publisher.patience.last_error or self._desk.last_error
         self._mesh.set_state(
             state=self._state,
             version=self._version,
             accepted=self._desk.accepted,
             refused=self._desk.refused,
             commonest_refusal=self._desk.commonest_refusal,
-            last_error=self._desk.last_error[:512],
+            last_error=last_error[:512],
         )
         self._reporter.write(
             self._mesh,
@@ -275,9 +302,10 @@ class Learner:
             version=self._version,
             reward_last=self._reward,
             tallies={node: tally_of(counts) for node, counts in verdicts.items()},
-            last_error=self._desk.last_error,
+            last_error=last_error,
             refusals=self._desk.refusals,
             staleness_histogram=self._desk.staleness_histogram,
             groups_alive=self._desk.groups_alive,
             groups_alive_max=self._desk.groups_alive_max,
+            dissemination=tuple(self._dissemination.recent),
         )

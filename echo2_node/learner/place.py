@@ -11,6 +11,7 @@ import blake3
 
 from echo2_mesh.errors import Echo2Error, LocalError, UsageError
 from echo2_mesh.identity import Identity
+from echo2_mesh.versionlog import VERSIONS_FILE
 from echo2_node.learner.ledger import Ledger
 
 
@@ -72,6 +73,10 @@ class Place:
     @property
     def members(self) -> Path:
         return self.folder / "members.json"
+
+    @property
+    def versions(self) -> Path:
+        return self.folder / VERSIONS_FILE
 
     @property
     def status(self) -> Path:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from echo2_mesh.wire.messages import ChunkRef, FileRef, Probe, TensorSpan, Trajectory
+from echo2_mesh.wire.messages import ChunkRef, FileRef, Patch, Probe, TensorSpan, Trajectory
 from echo2_mesh.wire.types import Digest, PolicyVersion
 
 
@@ -47,6 +47,8 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     template_digest: Digest
     probe: Probe
     seconds: float
+    patches: tuple[Patch, ...] = ()
+    """Ways to this version from older ones, the newest first; their blobs are in the store."""
 
 
 class TrainerInfo(msgspec.Struct, frozen=True, kw_only=True):

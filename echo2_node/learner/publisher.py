@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 import trio
@@ -19,6 +20,7 @@ from echo2_mesh.wire.messages import ChunkRef, Manifest
 from echo2_mesh.wire.ticket import RunTicket, write_ticket
 from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion
 from echo2_node.config import RunConfig
+from echo2_node.learner.patience import Patience
 from echo2_node.learner.place import Place
 from echo2_node.learner.port import Exported, Trainer
 from echo2_node.tasks.protocol import Task
@@ -52,6 +54,7 @@ class Publisher:
         self._secret = secret
         self._record = record
         self._open = False
+        self.patience = Patience(mesh.store, config.weights.full_disk_wait_s)
 
     async def publish(self, version: PolicyVersion) -> ChunkRef:
         """Export, sign, record and announce `version`; the manifest's reference.
@@ -65,21 +68,22 @@ class Publisher:
         """Have the trainer write `version` into the store; nobody hears of it yet.
 
         Errors:
-            LocalError: the trainer died or the disk is full.
+            LocalError: the trainer died, or the disk stayed full.
         """
-        return await self._trainer.export(version)
+        return await self.patience.run(partial(self._trainer.export, version))
 
     async def announce(self, exported: Exported) -> ChunkRef:
         """Sign, record and announce what was exported. Needs no trainer: it may train meanwhile.
 
         Errors:
-            LocalError: the disk is full.
+            LocalError: the disk stayed full.
         """
         version = exported.version
         manifest = Manifest(
             run_id=self._mesh.run_id,
             version=version,
             chunks=exported.chunks,
+            patches=exported.patches,
             tensors=exported.tensors,
             tied=exported.tied,
             files=exported.files,
@@ -91,7 +95,8 @@ class Publisher:
             created_unix_ms=int(time.time() * 1000),
         )
         sealed = self._mesh.seal(manifest)
-        ref = await trio.to_thread.run_sync(self._mesh.store.add, ChunkKind.MANIFEST, sealed)
+        add = partial(self._mesh.store.add, ChunkKind.MANIFEST, sealed)
+        ref = await self.patience.run(partial(trio.to_thread.run_sync, add))
         size_bytes = sum(chunk.size_bytes for chunk in exported.chunks)
         await self._record(version, ref.digest)
         await self._mesh.announce_version(ref, version, size_bytes)

@@ -8,6 +8,7 @@ opens no socket. `learner.trainer` drives it from frames.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from echo2_mesh.chunks import ChunkStore
+from echo2_mesh.delta.codec import CLASSES_FAST, CLASSES_SMALL
 from echo2_mesh.errors import LocalError
 from echo2_mesh.wire.messages import Probe
 from echo2_mesh.wire.types import PolicyVersion
@@ -25,6 +27,7 @@ from echo2_node.config import LearnerSection, RunConfig
 from echo2_node.learner import batches, checkpoints, export, tensorfile
 from echo2_node.learner.losses import Scale, TokenBatch, make_loss, metrics_of
 from echo2_node.learner.models import Policy, entry_of
+from echo2_node.learner.patching import Patcher
 from echo2_node.learner.port import Exported, Sample, StepReport, TrainerInfo
 from echo2_node.tokens import template_digest, tokenizer_digest
 
@@ -53,6 +56,12 @@ class Stepper:
         self._settings = settings
         self._chunk_size_bytes = config.mesh.chunk_size_bytes
         self._store = store
+        self._patcher = Patcher(
+            store,
+            steps_max=config.weights.patch_steps_max,
+            threads=settings.threads or os.cpu_count() or 1,
+            classes=CLASSES_SMALL if config.weights.patch_size == "small" else CLASSES_FAST,
+        )
         self._loss = make_loss(settings.loss, settings.loss_args)
         record = checkpoints.read_record(resume_from) if resume_from else None
         torch.manual_seed(config.run.seed)
@@ -169,7 +178,14 @@ class Stepper:
             LocalError: the disk is full or the store cannot be written.
         """
         started_s = time.perf_counter()
-        section = export.write_chunks(self.policy.tensors(), self._store, self._chunk_size_bytes)
+        self._patcher.begin()
+        try:
+            section = export.write_chunks(
+                self.policy.tensors(), self._store, self._chunk_size_bytes, self._patcher.take
+            )
+            patches = self._patcher.finish(version, section.chunks, section.state_digest)
+        finally:
+            self._patcher.drop()
         files = export.write_files(self._files, self._store, self._chunk_size_bytes)
         positions = getattr(self.policy.model.config, "max_position_embeddings", None)
         ids = export.probe_tokens(self.policy.vocabulary, positions or export.PROBE_TOKENS)
@@ -181,6 +197,7 @@ class Stepper:
         return Exported(
             version=version,
             chunks=section.chunks,
+            patches=patches,
             tensors=section.tensors,
             tied=self.policy.tied,
             files=files,

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from echo2_mesh.child import ChildPipe, take_pipes
 from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import Echo2Error, LocalError
 from echo2_mesh.wire.types import PolicyVersion
-from echo2_node.child import ChildPipe, take_pipes
 from echo2_node.learner import frames
 from echo2_node.learner.checkpoints import read_record
 from echo2_node.learner.modelfolder import check_model_folder

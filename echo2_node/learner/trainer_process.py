@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import trio
 
+from echo2_mesh.child import Child, open_child
 from echo2_mesh.errors import LocalError
 from echo2_mesh.wire.types import PolicyVersion
-from echo2_node.child import Child, open_child
 from echo2_node.config import RunConfig
 from echo2_node.learner import frames
 from echo2_node.learner.port import Exported, Sample, StepReport, TrainerInfo

@@ -2,7 +2,7 @@ from rich.console import Console
 
 from echo2_node.panel import render
 from echo2_node.sightings import Sighting
-from echo2_node.status import MemberRow, Snapshot
+from echo2_node.status import FlowRow, InstallRow, MemberRow, Snapshot, Spread
 
 
 def drawn(*members, process="running", width=160, **fields):
@@ -67,6 +67,29 @@ def test_refusals_and_ages_stand_below_the_table():
     )
     assert "stale 7, late 1" in text
     assert "0: 9, 2: 3, 10: 1 (limit 10)" in text
+
+
+def test_what_the_last_version_cost_stands_below_the_table():
+    text = drawn(
+        MemberRow(node="n", role="actor", state="generating", reach="relayed"),
+        traffic={"full": FlowRow(in_bytes=270_000_000), "patch": FlowRow(in_bytes=1_500_000)},
+        traffic_by_peer={"a": FlowRow(), "b": FlowRow()},
+        installs=(
+            InstallRow(
+                version=9, fetched_full_bytes=0, fetched_patch_bytes=1_500_000, fetch_s=0.2,
+                since_announced_s=0.75, install_s=0.5, pause_s=0.012, changed=7,
+            ),
+        ),
+        dissemination=(
+            Spread(version=8, actors=3, first_s=0.4, all_s=1.3, full_bytes=9, patch_bytes=1),
+        ),
+        reach="punched: nobody could dial it",
+    )  # fmt: skip
+    assert "weights: full 270 MB in, 0 B out; patch 1.5 MB in, 0 B out; 2 peers" in text
+    assert "version 9: 1.5 MB fetched, installed 0.75 s after its announcement, pause 12 ms" in text
+    assert "version 8: 0.40 s to the first, 1.30 s to the last of 3 actors" in text
+    assert "reach: punched: nobody could dial it" in text
+    assert "relayed" in text
 
 
 def test_a_suspect_is_called_so_and_a_dead_daemon_stopped():

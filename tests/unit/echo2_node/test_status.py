@@ -6,10 +6,12 @@ import pytest
 
 from echo2_mesh.core.members import Member, Standing
 from echo2_mesh.errors import LocalError
+from echo2_mesh.net.traffic import Flow, TrafficReport
 from echo2_mesh.wire.messages import Heartbeat
-from echo2_mesh.wire.types import NodeId, PolicyVersion, Reason, Role
+from echo2_mesh.wire.types import ChunkKind, NodeId, PolicyVersion, Reach, Reason, Role
 from echo2_node.status import (
     MEMBERS_SHOWN_MAX,
+    FlowRow,
     MemberRow,
     Reporter,
     Snapshot,
@@ -58,11 +60,20 @@ def make_member(node, **fields):
 
 
 def make_mesh(*members, **own):
+    traffic = TrafficReport(
+        kinds={ChunkKind.FULL: Flow(in_bytes=9, out_bytes=4), ChunkKind.PATCH: Flow(in_bytes=1)},
+        peers={NodeId("a"): Flow(in_bytes=10)},
+        lanes={NodeId("a"): "reverse"},
+        uplink_bytes_per_s=0.0,
+        downlink_bytes_per_s=0.0,
+    )
     return SimpleNamespace(
         node="me",
         run_id="sort-0a1b2c3d",
         counters={"bad_envelopes": 2},
         members=lambda: members,
+        traffic=lambda: traffic,
+        reach=lambda: (Reach.PUNCHED, "nobody could dial it"),
         heartbeat=lambda: make_beat(role=Role.LEARNER, **own),
     )
 
@@ -142,6 +153,21 @@ def test_what_a_node_counted_itself_wins_over_what_the_other_claims(tmp_path):
     claimed = reporter.write(make_mesh(boaster), state="training")
     row = next(row for row in claimed.members if row.node == "a")
     assert (row.accepted, row.commonest_refusal) == (1000, "late")
+
+
+def test_what_weights_cost_and_how_nodes_are_reached_is_in_the_document(tmp_path):
+    member = make_member("a", uplink_bytes_per_s=5e6, downlink_bytes_per_s=9e6, reach=Reach.RELAYED)
+    snapshot = Reporter(tmp_path, role="actor").write(make_mesh(member), state="generating")
+    assert snapshot.traffic == {
+        "full": FlowRow(in_bytes=9, out_bytes=4),
+        "patch": FlowRow(in_bytes=1),
+    }
+    assert snapshot.traffic_by_peer == {"a": FlowRow(in_bytes=10)}
+    assert snapshot.reach == "punched: nobody could dial it"
+    row = next(row for row in snapshot.members if row.node == "a")
+    assert (row.uplink_bytes_per_s, row.downlink_bytes_per_s) == (5e6, 9e6)
+    assert (row.reach, row.way) == ("relayed", "reverse")
+    assert read_snapshot(tmp_path / "status.json") == snapshot
 
 
 def test_a_member_joined_when_it_was_first_seen_here(tmp_path):

@@ -2,10 +2,12 @@
 
 import contextlib
 
+import msgspec
 import pytest
 import trio
 
 from echo2_mesh.errors import LocalError, UsageError
+from echo2_mesh.wire.messages import VersionSpan
 from echo2_node.actor.weights import (
     Weights,
     blobs_of,
@@ -47,6 +49,60 @@ async def test_an_engine_that_did_not_take_the_weights_leaves_nothing_installed(
         assert weights.installed is None
         assert "not what the learner published" in weights.last_error
         assert engine.installed == [0, 0, 0], "tried again every five seconds"
+
+
+async def test_a_version_that_fails_its_proof_is_left_for_the_one_before(autojump_clock, tmp_path):
+    async with following(tmp_path, 0, 1, 2) as (mesh, weights, (zero, one, two), engine):
+        await mesh.send.send(zero)
+        await weights.wait_installed()
+        good = damage(mesh, one)
+        await mesh.send.send(one)
+        await trio.sleep(0.01)
+        assert engine.installed == [0, 1, 0]
+        assert weights.installed is zero
+        assert "not what the learner published" in weights.last_error
+        assert not weights.trusts(spans(0, 1))
+        assert not weights.trusts(spans(1))
+        mesh.elsewhere = {one.manifest.chunks[0].digest: good}
+        with trio.fail_after(6):
+            assert (await weights.wait_newer(0)) is one
+        assert weights.trusts(spans(0, 1))
+        assert not weights.trusts(spans(0, 1, 0)), "gone back from"
+        await mesh.send.send(two)
+        assert (await weights.wait_newer(1)) is two
+
+
+async def test_what_the_engine_itself_refuses_leaves_the_version_before_at_work(
+    autojump_clock, tmp_path
+):
+    async with following(tmp_path, 0, 1) as (mesh, weights, (zero, one), engine):
+        await mesh.send.send(zero)
+        await weights.wait_installed()
+        engine.refusal = LocalError("Version 1 cannot be read.")
+        await mesh.send.send(one)
+        await trio.sleep(0.01)
+        assert weights.installed is zero
+        assert "cannot be read" in weights.last_error
+        engine.refusal = None
+        with trio.fail_after(6):
+            assert (await weights.wait_newer(0)) is one
+        assert weights.last_error == ""
+
+
+async def test_an_install_is_told_with_what_it_cost(autojump_clock, tmp_path):
+    metrics = Metrics()
+    mesh = Mesh(tmp_path)
+    weights = Weights(mesh, metrics)
+    ready = msgspec.structs.replace(publish(mesh, tmp_path, 0), fetched_patch_bytes=70, fetch_s=1.5)
+    await mesh.send.send(ready)
+    with trio.move_on_after(5):
+        await weights.follow(Engine(mesh.store, install_s=0.25))
+    (row,) = weights.installs
+    assert (row.version, row.fetched_full_bytes, row.fetched_patch_bytes) == (0, 0, 70)
+    assert (row.fetch_s, row.since_announced_s, row.pause_s) == (1.5, 1.75, 0.25)
+    (line,) = metrics.lines
+    assert line["event"] == "installed"
+    assert line["since_announced_s"] == 1.75
 
 
 async def test_a_version_that_failed_is_overtaken_by_the_next_at_once(autojump_clock, tmp_path):
@@ -126,6 +182,10 @@ def test_model_files_are_written_and_the_tokenizer_is_checked(tmp_path):
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
     with pytest.raises(UsageError, match="not the one the learner signed"):
         open_codec(ready.manifest, folder)
+
+
+def spans(*versions):
+    return [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
 
 
 def damage(mesh, ready):

@@ -8,9 +8,11 @@ from echo2_mesh.chunks import ChunkStore
 from echo2_mesh.errors import LocalError
 from echo2_mesh.wire.messages import Manifest, TaskSpec
 from echo2_mesh.wire.types import Digest
-from echo2_node.learner.export import probe_tokens, write_chunks, write_files, write_folder
+from echo2_node.learner import frames
+from echo2_node.learner.export import probe_tokens, write_chunks, write_files
 from echo2_node.learner.stepper import Stepper
 from echo2_node.learner.tensorfile import Entry
+from echo2_node.shelf import write_folder
 from echo2_node.tokens import template_digest, tokenizer_digest
 from tests.samples import behaviour, run_config, sampled_batch, write_trainable_folder
 
@@ -91,7 +93,7 @@ def test_an_exported_version_loads_as_a_folder_with_the_trainers_own_weights(
     stepper.step(sampled_batch(stepper.policy.model))
     exported = stepper.export(3)
     assert max(chunk.size_bytes for chunk in exported.chunks) <= chunk_size_bytes
-    write_folder(manifest_of(exported), store, tmp_path / "out")
+    write_folder(manifest_of(exported), store.folder, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     for name, parameter in stepper.policy.model.named_parameters():
@@ -139,5 +141,20 @@ def test_a_version_with_a_missing_chunk_is_not_written_as_a_folder(folder, store
     exported = Stepper(run_config(folder), store, None).export(0)
     store.remove(exported.chunks[0].digest)
     with pytest.raises(LocalError, match="not whole here"):
-        write_folder(manifest_of(exported), store, tmp_path / "out")
+        write_folder(manifest_of(exported), store.folder, tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_trainer_s_versions_are_linked_by_patches_that_survive_the_pipe(folder, store):
+    stepper = Stepper(run_config(folder, lr=1e-4), store, None)
+    assert stepper.export(0).patches == ()
+    for version in (1, 2):
+        stepper.step(sampled_batch(stepper.policy.model, seed=version))
+        exported = stepper.export(version)
+        raw = frames.encode(frames.ExportDone(exported=exported))
+        assert frames.decode_reply(raw).exported == exported
+    assert (exported.patches[0].base, exported.patches[0].version) == (1, 2)
+    assert exported.patches[0].state_digest == exported.state_digest
+    blobs = [chunk.ref for patch in exported.patches for chunk in patch.chunks]
+    assert blobs
+    assert all(store.has(ref.digest) for ref in blobs)
