@@ -25,7 +25,7 @@ from pathlib import Path
 import blake3
 
 from echo2_mesh import limits
-from echo2_mesh.errors import LocalError, PeerError
+from echo2_mesh.errors import DiskFull, LocalError, PeerError
 from echo2_mesh.wire.messages import ChunkRef
 from echo2_mesh.wire.types import ChunkKind, Digest
 
@@ -133,6 +133,17 @@ class ChunkStore:
         Raises:
             KeyError: it is not here, or was damaged on disk and has been removed.
         """
+        with self.view_unverified(digest) as view:
+            self._check(digest, view)
+            yield view
+
+    @contextlib.contextmanager
+    def view_unverified(self, digest: Digest) -> Iterator[memoryview]:
+        """As `view`, without the hash: only for bytes whose result is hashed before it is used.
+
+        Raises:
+            KeyError: it is not here.
+        """
         mapped: mmap.mmap | bytes = b""
         try:
             with self.path(digest).open("rb") as file:
@@ -142,7 +153,6 @@ class ChunkStore:
             raise KeyError(digest.hex()) from None
         view = memoryview(mapped)
         try:
-            self._check(digest, view)
             yield view
         finally:
             with contextlib.suppress(BufferError):  # an array still looks at it
@@ -161,11 +171,39 @@ class ChunkStore:
         with self._lock:
             self._pinned.pop(owner, None)
 
+    def pinned(self) -> frozenset[Digest]:
+        """Every blob that somebody of this process pinned."""
+        with self._lock:
+            return self._kept()
+
     def remove(self, digest: Digest) -> None:
         """Delete a blob that nobody pinned; no error if it is gone."""
         with self._lock:
             if digest not in self._kept():
                 self._forget(digest)
+
+    def remove_all(self, digests: Iterable[Digest]) -> None:
+        """Delete those of many blobs that nobody pinned; no error for what is gone."""
+        with self._lock:
+            for digest in set(digests) - self._kept():
+                self._forget(digest)
+
+    def last_used_ns(self, digest: Digest) -> int:
+        """When the blob was last read, served or written: its file's mtime; 0 if it is not here."""
+        try:
+            return self.path(digest).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def landed(self, size_bytes: int) -> None:
+        """Another process of this node stored so many bytes here: keep to the quota all the same.
+
+        Such a process opens its own store without a quota, because only the one that pins may
+        evict.
+        """
+        with self._lock:
+            self.used_bytes += size_bytes
+        self._make_room(0)
 
     def trim(self) -> None:
         """Count what all processes have written; evict down to the quota and the disk's reserve."""
@@ -193,7 +231,7 @@ class ChunkStore:
                             self._evict(len(data))
         except OSError as error:
             if error.errno in _FULL_DISK:
-                raise LocalError(
+                raise DiskFull(
                     f"The disk of {self.folder} is full: a blob of {len(data)} bytes does not fit.",
                     "Free space there, or move the store with --state-dir; nothing already "
                     "stored was harmed.",

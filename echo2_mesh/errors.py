@@ -2,7 +2,8 @@
 
     Echo2Error
     ├── PeerError    they: a peer sent something wrong, or did not answer
-    ├── LocalError   this host: disk full, port in use, child process died, corrupt file
+    ├── LocalError   this host: port in use, child process died, corrupt file
+    │   └── DiskFull     what may be tried again once there is room
     └── UsageError   the person: a typo in a file, an unknown name, a damaged ticket
 
 Every error says three things: what happened, to what, and (in `hint`) what to do now. Peers'
@@ -52,7 +53,20 @@ class LocalError(Echo2Error):
     exit_code = 3
 
 
+class DiskFull(LocalError):
+    """The disk has no room: nothing that was there is harmed, and waiting may help."""
+
+
 class UsageError(Echo2Error):
     """The person asked for something that does not exist or does not fit."""
 
     exit_code = 2
+
+
+def sole(error: BaseException) -> BaseException | None:
+    """The one exception inside nested groups, or None where there are several."""
+    while isinstance(error, BaseExceptionGroup):
+        if len(error.exceptions) != 1:
+            return None
+        error = error.exceptions[0]
+    return error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,44 +17,37 @@ import trio
 
 from echo2_mesh import limits
 from echo2_mesh.chunks import ChunkStore
+from echo2_mesh.core.forest import Seat
 from echo2_mesh.core.members import Member, Standing
+from echo2_mesh.core.seats import seats_of
+from echo2_mesh.errors import sole
 from echo2_mesh.identity import Identity
 from echo2_mesh.net.blobs import Blobs, Workers
 from echo2_mesh.net.carrier import Carrier
 from echo2_mesh.net.driver import Guard
 from echo2_mesh.net.envelopes import Envelopes
-from echo2_mesh.net.following import Following, ReadyVersion
+from echo2_mesh.net.following import Following
 from echo2_mesh.net.joining import Joining, split_address
+from echo2_mesh.net.lane_places import Advertise
+from echo2_mesh.net.lanes import Lanes
+from echo2_mesh.net.presence import Presence
 from echo2_mesh.net.questions import Questions
+from echo2_mesh.net.reach import reaching_of
+from echo2_mesh.net.reading import ReadyVersion
 from echo2_mesh.net.topics import Topics, topics_of
+from echo2_mesh.net.traffic import Traffic, TrafficReport
+from echo2_mesh.settings import BulkSettings, MeshSettings
 from echo2_mesh.wire.codec import Opened
 from echo2_mesh.wire.messages import Announce, ChunkRef, Goodbye, Heartbeat, Message
-from echo2_mesh.wire.types import NodeId, PolicyVersion, Role
+from echo2_mesh.wire.types import NodeId, PolicyVersion, Reach, Role
 
-__all__ = ["Carrier", "Member", "Mesh", "MeshSettings", "ReadyVersion", "Standing", "open_mesh"]
+__all__ = [
+    "BulkSettings", "Carrier", "Member", "Mesh", "MeshSettings", "ReadyVersion", "Standing",
+    "TrafficReport", "open_mesh",
+]  # fmt: skip
 
-_OWN_STATE = frozenset(
-    {"state", "version", "tokens_per_s", "cohort", "accepted", "refused", "commonest_refusal",
-     "last_error"}
-)  # fmt: skip
+REBUILD_LOG = "logs/rebuild.log"
 Spoken = TypeVar("Spoken", bound=msgspec.Struct)
-
-
-class MeshSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which run, as whom, and where to begin."""
-
-    run_id: str
-    role: Role
-    learner: NodeId
-    name: str = ""
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    """Empty: dial out only."""
-    announce: tuple[str, ...] = ()
-    bootstrap: tuple[str, ...] = ()
-    """Multiaddresses that end in /p2p/<node>."""
-    mdns: bool = True
-    incarnation_unix_ms: int
-    members_path: Path | None = None
 
 
 class Mesh:
@@ -70,6 +62,7 @@ class Mesh:
         nursery: trio.Nursery,
         rng: random.Random,
         workers: Workers,
+        advertise: Advertise | None = None,
     ) -> None:
         self.node = identity.node
         self.run_id = settings.run_id
@@ -78,13 +71,15 @@ class Mesh:
         self.counters = carrier.counters
         self._settings = settings
         self._carrier = carrier
-        self._sequence = 0
-        self._state: dict[str, Any] = {"state": "starting"}
         self._envelopes = Envelopes(identity, settings.run_id, self.counters)
         guard = Guard(nursery, self.counters)
         self._topics = Topics(carrier, self._envelopes, guard)
         self._questions = Questions(carrier, self._envelopes, guard, self._reach)
-        self._blobs = Blobs(carrier, store, workers, guard, self._reach)
+        traffic = Traffic()
+        self._lanes = self._make_lanes(advertise, guard, nursery, traffic)
+        self._blobs = Blobs(
+            carrier, store, workers, guard, self._reach, lanes=self._lanes, traffic=traffic
+        )
         self._following = Following(
             learner=settings.learner,
             envelopes=self._envelopes,
@@ -97,32 +92,76 @@ class Mesh:
             nursery=nursery,
             rng=rng,
             who_has=self._who_has,
+            seats=self._seats,
+            versions_kept=settings.versions_kept,
+            versions_path=settings.versions_path,
+            # A simulation's clock would run on while a child starts: there it works in place.
+            rebuild_log_path=store.folder.parent / REBUILD_LOG if advertise else None,
         )
-        self._joining = Joining(
-            carrier=carrier,
-            learner=settings.learner,
-            run_id=settings.run_id,
-            bootstrap=settings.bootstrap,
-            members_path=settings.members_path,
+        self._presence = Presence(
+            settings,
+            addresses=carrier.addresses,
+            traffic=self.traffic,
+            reach=self.reach,
+            progress_bytes=self._following.progress_bytes,
+            last_error=lambda: self._following.last_error,
+        )
+        self._joining = self._make_joining(workers, guard, nursery, rng)
+        self._reaching = reaching_of(
+            carrier, settings.learner, self._questions, guard, nursery, rng, self._joining
+        )
+        if self._lanes is not None and self._reaching is not None:
+            self._lanes.hidden = self._reaching.hidden
+        self._topics.hear(Heartbeat, self._hear_heartbeat)
+
+    def _make_lanes(
+        self, advertise: Advertise | None, guard: Guard, nursery: trio.Nursery, traffic: Traffic
+    ) -> Lanes | None:
+        if advertise is None or not self._settings.bulk.enabled:
+            return None
+        return Lanes(
+            self._settings.bulk,
+            listen=self._settings.listen,
+            advertise=advertise,
+            observed=self.observed_ip,
+            store=self.store,
+            questions=self._questions,
+            guard=guard,
+            nursery=nursery,
+            traffic=traffic,
+        )
+
+    def _make_joining(
+        self, workers: Workers, guard: Guard, nursery: trio.Nursery, rng: random.Random
+    ) -> Joining:
+        return Joining(
+            carrier=self._carrier,
+            learner=self._settings.learner,
+            run_id=self._settings.run_id,
+            bootstrap=self._settings.bootstrap,
+            members_path=self._settings.members_path,
             questions=self._questions,
             topics=self._topics,
             workers=workers,
             guard=guard,
             nursery=nursery,
             rng=rng,
-            beat=self._beat,
+            beat=self._presence.beat,
             seal=self._envelopes.seal,
             peer_up=self._following.peer_up,
             peer_gone=self._following.peer_gone,
             announce_raw=lambda: self._following.announce_raw,
         )
-        self._topics.hear(Heartbeat, self._hear_heartbeat)
 
     async def start(self, nursery: trio.Nursery) -> None:
         """Join; called once, by `open_mesh`."""
         await self._topics.join(learner=self._settings.role is Role.LEARNER)
         nursery.start_soon(self._following.run)
         nursery.start_soon(self._joining.run)
+        if self._reaching is not None:
+            nursery.start_soon(self._reaching.run)
+        if self._lanes is not None:
+            nursery.start_soon(self._lanes.run)
 
     def addresses(self) -> tuple[str, ...]:
         """Where this node can be dialled, each with /p2p/<node>."""
@@ -209,14 +248,21 @@ class Mesh:
         """(here, wanted) of the version being fetched; equal when nothing is missing."""
         return self._following.progress_bytes()
 
+    def traffic(self) -> TrafficReport:
+        """Bytes of blobs by kind and by peer, lanes and how they came about, measured rates."""
+        return self._blobs.traffic()
+
+    @property
+    def bulk_pid(self) -> int | None:
+        """The process that carries weights; None while there is none."""
+        return self._lanes.pid if self._lanes is not None else None
+
     # --- membership ----------------------------------------------------------------------------
 
     def set_state(self, **fields: Any) -> None:
         """What the next heartbeats say; names of `Heartbeat` fields that the daemon knows."""
-        unknown = fields.keys() - _OWN_STATE
-        if unknown:
-            raise TypeError(f"not a state of this node: {sorted(unknown)}")
-        self._state.update(fields)
+        if self._presence.set(**fields):
+            self._joining.beat_soon()
 
     def members(self) -> tuple[Member, ...]:
         """Everybody heard of, this node excepted."""
@@ -232,32 +278,40 @@ class Mesh:
         """Neighbours with a live connection."""
         return self._carrier.connected()
 
+    def reach(self) -> tuple[Reach, str]:
+        """How others come to this node, and why, in one line for people."""
+        if self._reaching is None:
+            return Reach.UNKNOWN, ""
+        return self._reaching.reach, self._reaching.reason
+
+    def ways(self) -> dict[NodeId, str]:
+        """How each neighbour is connected: direct, punched or relayed."""
+        if self._reaching is None:
+            return {}
+        return {node: way.value for node, way in self._reaching.ways().items()}
+
+    def observed_ip(self) -> str | None:
+        """This node's address as neighbours see it; None while nobody has said."""
+        return self._reaching.observed_ip() if self._reaching is not None else None
+
     async def _reach(self, node: NodeId) -> None:
         await self._joining.reach(node)
 
     def _who_has(self, version: PolicyVersion) -> Iterable[NodeId]:
         return [m.node for m in self._joining.members() if m.heartbeat.version == version]
 
-    def _beat(self) -> Heartbeat:
-        self._sequence += 1
-        return self.heartbeat()
+    def _seats(self) -> tuple[Seat, ...]:
+        """Who takes part in spreading weights now, this node included."""
+        others = {
+            member.node: member.heartbeat
+            for member in self._joining.members()
+            if member.standing is not Standing.GONE
+        }
+        return seats_of({**others, self.node: self.heartbeat()})
 
     def heartbeat(self) -> Heartbeat:
         """What this node would say of itself now; `members` has what the others said."""
-        here, wanted = self._following.progress_bytes()
-        fields = dict(self._state)
-        error = str(fields.pop("last_error", "")) or self._following.last_error
-        return Heartbeat(
-            role=self._settings.role,
-            incarnation_unix_ms=self._settings.incarnation_unix_ms,
-            sequence=self._sequence,
-            name=self._settings.name,
-            addresses=self._carrier.addresses()[: limits.ADDRESSES_MAX],
-            fetched_bytes=here,
-            fetch_bytes=wanted,
-            last_error=error[:512],
-            **fields,
-        )
+        return self._presence.heartbeat()
 
     async def _hear_heartbeat(self, node: NodeId, heartbeat: Heartbeat) -> None:
         if heartbeat.version is not None:
@@ -293,7 +347,9 @@ async def open_mesh(
         async with _joined(settings, identity, store, carrier, rng, workers) as mesh:
             yield mesh
         return
-    from echo2_mesh.net.libp2p_carrier import open_libp2p_carrier  # heavy: only when it is used
+    # Heavy: only when they are used.
+    from echo2_mesh.net.host import advertised
+    from echo2_mesh.net.libp2p_carrier import open_libp2p_carrier
 
     async with (
         open_libp2p_carrier(
@@ -302,10 +358,13 @@ async def open_mesh(
             announce=settings.announce,
             bootstrap=settings.bootstrap,
             mdns=settings.mdns,
+            relay=settings.relay,
             # What peers may join as well: an actor publishes rollouts and hears none.
             topics=topics_of(settings.run_id, learner=True),
         ) as real,
-        _joined(settings, identity, store, real, rng, workers) as mesh,
+        _joined(
+            settings, identity, store, real, rng, workers, lambda own: advertised(own, ())
+        ) as mesh,
     ):
         yield mesh
 
@@ -318,25 +377,17 @@ async def _joined(
     carrier: Carrier,
     rng: random.Random,
     workers: Workers,
+    advertise: Advertise | None = None,
 ) -> AsyncIterator[Mesh]:
     try:
         async with trio.open_nursery() as nursery:
-            mesh = Mesh(settings, identity, store, carrier, nursery, rng, workers)
+            mesh = Mesh(settings, identity, store, carrier, nursery, rng, workers, advertise)
             await mesh.start(nursery)
             yield mesh
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         # The caller's own exception should look to it as it was raised, not wrapped by us.
-        leaf = _sole(group)
+        leaf = sole(group)
         if leaf is None:
             raise
         raise leaf from None
-
-
-def _sole(error: BaseException) -> BaseException | None:
-    """The one exception inside nested groups, or None where there are several."""
-    while isinstance(error, BaseExceptionGroup):
-        if len(error.exceptions) != 1:
-            return None
-        error = error.exceptions[0]
-    return error

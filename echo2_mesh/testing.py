@@ -7,7 +7,7 @@ store; `make_version` fills one with a small model. The wires are in `net.simula
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -18,10 +18,21 @@ import trio
 
 from echo2_mesh import limits
 from echo2_mesh.chunks import ChunkStore, digest_of
+from echo2_mesh.delta.codec import Slice, encode_chunk
+from echo2_mesh.delta.patches import write_patch
 from echo2_mesh.identity import Identity
 from echo2_mesh.mesh import Mesh, MeshSettings, open_mesh
 from echo2_mesh.net.simulated import SimCarrier, SimNetwork, Spoil, open_network
-from echo2_mesh.wire.messages import ChunkRef, FileRef, Manifest, Probe, TaskSpec, TensorSpan
+from echo2_mesh.wire.messages import (
+    ChunkRef,
+    FileRef,
+    Manifest,
+    Patch,
+    PatchChunk,
+    Probe,
+    TaskSpec,
+    TensorSpan,
+)
 from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion, Role
 
 __all__ = [
@@ -31,6 +42,7 @@ __all__ = [
     "SimNode",
     "flip_bits",
     "identity_of",
+    "make_patch",
     "make_version",
     "open_fleet",
     "open_network",
@@ -70,6 +82,9 @@ class Fleet:
         self._folder = folder
         self._nursery = nursery
         self._born = 0
+        self._version = PolicyVersion(0)
+        self._pieces: list[bytes] = []
+        self._patches: tuple[Patch, ...] = ()
 
     @property
     def learner(self) -> SimNode:
@@ -101,6 +116,7 @@ class Fleet:
             bootstrap=bootstrap,
             incarnation_unix_ms=1_000_000 + self._born,
             members_path=self._folder / name / "members.json",
+            versions_path=self._folder / name / "versions.jsonl",
         )
         node: SimNode = await self._nursery.start(
             self._live, name, settings, dialable, store_quota_bytes
@@ -146,11 +162,43 @@ class Fleet:
 
     async def publish(self, version: int, *, chunks: int = 8, chunk_bytes: int = 4096) -> ChunkRef:
         """The learner makes and announces a version of random bytes."""
+        pieces = [self.network.rng.randbytes(chunk_bytes) for _ in range(chunks)]
+        return await self._announce(version, pieces, ())
+
+    async def publish_step(
+        self,
+        version: int,
+        *,
+        changed: int = 20,
+        steps: int = 8,
+        bend: Callable[[bytes], bytes] | None = None,
+    ) -> ChunkRef:
+        """As `publish`, with `changed` bytes of every chunk of the last version altered.
+
+        Args:
+            steps: patches that the manifest lists, this one included.
+            bend: what becomes of this step's patch before the learner signs it.
+        """
+        rng = self.network.rng
+        old = self._pieces
+        new = [bytearray(piece) for piece in old]
+        for piece in new:
+            for at in rng.sample(range(len(piece)), changed):
+                piece[at] ^= 1 + rng.randrange(255)
+        pieces = [bytes(piece) for piece in new]
+        patch = make_patch(
+            self.learner.store, (self._version, old), (PolicyVersion(version), pieces), bend=bend
+        )
+        patches = (patch, *self._patches)[:steps]
+        return await self._announce(version, pieces, patches)
+
+    async def _announce(
+        self, version: int, pieces: list[bytes], patches: tuple[Patch, ...]
+    ) -> ChunkRef:
         learner = self.learner
+        self._version, self._pieces, self._patches = PolicyVersion(version), pieces, patches
         ref, size_bytes = make_version(
-            learner.mesh,
-            PolicyVersion(version),
-            [self.network.rng.randbytes(chunk_bytes) for _ in range(chunks)],
+            learner.mesh, PolicyVersion(version), pieces, patches=patches
         )
         await learner.mesh.announce_version(ref, PolicyVersion(version), size_bytes)
         return ref
@@ -167,7 +215,12 @@ async def open_fleet(
 
 
 def make_version(
-    mesh: Mesh, version: PolicyVersion, pieces: list[bytes], *, file: bytes = b"{}"
+    mesh: Mesh,
+    version: PolicyVersion,
+    pieces: list[bytes],
+    *,
+    file: bytes = b"{}",
+    patches: tuple[Patch, ...] = (),
 ) -> tuple[ChunkRef, int]:
     """Put a small version into the store of `mesh`; returns its sealed manifest and its size."""
     refs = tuple(mesh.store.add(ChunkKind.FULL, piece) for piece in pieces)
@@ -179,6 +232,7 @@ def make_version(
         run_id=mesh.run_id,
         version=version,
         chunks=refs,
+        patches=patches,
         tensors=(span,),
         files=(FileRef(name="config.json", chunks=(mesh.store.add(ChunkKind.FILE, file),)),),
         state_digest=digest_of(data),
@@ -189,6 +243,38 @@ def make_version(
     )
     ref = mesh.store.add(ChunkKind.MANIFEST, mesh.seal(manifest))
     return ref, len(data) + len(file)
+
+
+def make_patch(
+    store: ChunkStore,
+    old: tuple[PolicyVersion, list[bytes]],
+    new: tuple[PolicyVersion, list[bytes]],
+    *,
+    span: int = 2,
+    bend: Callable[[bytes], bytes] | None = None,
+) -> Patch:
+    """The patch between two versions of pieces, its blobs in `store`, each for `span` chunks."""
+    (base, before), (version, after) = old, new
+    chunks = []
+    for first in range(0, len(before), span):
+        pairs = zip(before[first : first + span], after[first : first + span], strict=True)
+        encoded = [encode_chunk(a, b, (Slice(size_bytes=len(a), item_bytes=1),)) for a, b in pairs]
+        if any(encoded):
+            blob = write_patch(encoded)
+            chunks.append(
+                PatchChunk(
+                    ref=store.add(ChunkKind.PATCH, bend(blob) if bend else blob),
+                    first=first,
+                    count=len(encoded),
+                )
+            )
+    return Patch(
+        base=base,
+        base_digest=digest_of(b"".join(before)),
+        version=version,
+        state_digest=digest_of(b"".join(after)),
+        chunks=tuple(chunks),
+    )
 
 
 def flip_bits(protocol: str) -> Spoil:

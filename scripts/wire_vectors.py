@@ -88,6 +88,31 @@ MANIFEST = m.Manifest(
     probe=PROBE,
     created_unix_ms=1_700_000_000_000,
 )
+PATCHED_MANIFEST = msgspec.structs.replace(
+    MANIFEST,
+    patches=(
+        m.Patch(
+            base=PolicyVersion(6),
+            base_digest=digest("state 6"),
+            version=V7,
+            state_digest=digest("state"),
+            chunks=(
+                m.PatchChunk(
+                    ref=m.ChunkRef(kind=ChunkKind.PATCH, digest=digest("patch"), size_bytes=3),
+                    first=0,
+                    count=1,
+                ),
+            ),
+        ),
+        m.Patch(
+            base=PolicyVersion(5),
+            base_digest=digest("state 5"),
+            version=PolicyVersion(6),
+            state_digest=digest("state 6"),
+            chunks=(),
+        ),
+    ),
+)
 TRAJECTORY = m.Trajectory(
     run_id=RUN_ID,
     lease_id=LEASE_ID,
@@ -129,7 +154,7 @@ FULL_HEARTBEAT = msgspec.structs.replace(
 REQUEST = m.LeaseRequest(version=V7, groups_max=4, cohort=COHORT, **DIGESTS)
 
 SAMPLES: dict[str, tuple[m.Message, ...]] = {
-    "manifest": (MANIFEST,),
+    "manifest": (MANIFEST, PATCHED_MANIFEST),
     "announce": (
         m.Announce(version=V7, manifest=MANIFEST_REF, size_bytes=9, incarnation_unix_ms=1),
     ),
@@ -154,11 +179,34 @@ SAMPLES: dict[str, tuple[m.Message, ...]] = {
     ),
     "catch-up": (m.CatchUp(),),
     "caught-up": (m.CaughtUp(), m.CaughtUp(announce=b"envelope", heartbeats=(b"a", b"b"))),
+    "reach-ask": (m.ReachAsk(), m.ReachAsk(addresses=("/ip4/192.168.1.5/tcp/4201",))),
+    "reach-answer": (
+        m.ReachAnswer(),
+        m.ReachAnswer(
+            observed="/ip4/203.0.113.7/tcp/40211", reached=("/ip4/203.0.113.7/tcp/4201",)
+        ),
+    ),
     "holdings-ask": (m.HoldingsAsk(manifest=digest("manifest")),),
     "holdings": (m.Holdings(manifest=digest("manifest"), bitmap=bytes((0b00000101,))),),
     "done": (m.Done(),),
     "refusal": (m.Refusal(code="busy", text="Too many questions at once. Ask again in 1 s."),),
     "blob-ask": (m.BlobAsk(digest=digest("chunk"), size_bytes=5),),
+    "lane-ask": (
+        m.LaneAsk(way=m.LaneWay.DIAL, certificate=digest("certificate"), token=bytes(32)),
+        m.LaneAsk(
+            way=m.LaneWay.PUNCH,
+            places=("/ip4/192.0.2.7/tcp/4202",),
+            certificate=digest("certificate"),
+            token=bytes(32),
+        ),
+    ),
+    "lane-offer": (
+        m.LaneOffer(
+            places=("/ip4/192.0.2.8/tcp/4202",),
+            certificate=digest("certificate"),
+            token=digest("token"),
+        ),
+    ),
 }
 
 ILLEGAL: dict[str, dict[str, dict[str, Any]]] = {
@@ -167,6 +215,23 @@ ILLEGAL: dict[str, dict[str, dict[str, Any]]] = {
         "a digest of 31 bytes": {"state_digest": b"\0" * 31},
         "a file name with a path in it": {"files": [{"name": "../key", "chunks": []}]},
         "a file name that ends in a line break": {"files": [{"name": "key\n", "chunks": []}]},
+        "a patch chunk for no data chunk": {
+            "patches": [
+                {
+                    "base": 6,
+                    "base_digest": digest("state 6"),
+                    "version": 7,
+                    "state_digest": digest("state"),
+                    "chunks": [
+                        {
+                            "ref": {"kind": "patch", "digest": digest("patch"), "size_bytes": 3},
+                            "first": 0,
+                            "count": 0,
+                        }
+                    ],
+                }
+            ]
+        },
     },
     "announce": {
         "a negative version": {"version": -1},
@@ -217,6 +282,10 @@ ILLEGAL: dict[str, dict[str, dict[str, Any]]] = {
     },
     "catch-up": {},
     "caught-up": {"an announce that is text": {"announce": "envelope"}},
+    "reach-ask": {
+        "an address above the limit": {"addresses": ["/" + "x" * limits.ADDRESS_CHARACTERS_MAX]}
+    },
+    "reach-answer": {"a place above the limit": {"observed": "x" * 65}},
     "holdings-ask": {"a digest that is text": {"manifest": "0" * 32}},
     "holdings": {"a bitmap above the limit": {"bitmap": b"\0" * 9217}},
     "done": {},
@@ -225,6 +294,20 @@ ILLEGAL: dict[str, dict[str, dict[str, Any]]] = {
         "a negative size": {"size_bytes": -1},
         "a size above the limit": {"size_bytes": limits.CHUNK_SIZE_BYTES_MAX + 1},
         "a digest of 31 bytes": {"digest": b"\0" * 31},
+    },
+    "lane-ask": {
+        "a way that is none": {"way": "teleport"},
+        "a token of 31 bytes": {"token": b"\0" * 31},
+        "more places than the limit": {
+            "places": ["/ip4/192.0.2.7/tcp/1"] * (limits.LANE_PLACES_MAX + 1)
+        },
+    },
+    "lane-offer": {
+        "a token of 33 bytes": {"token": b"\0" * 33},
+        "a certificate of 31 bytes": {"certificate": b"\0" * 31},
+        "more places than the limit": {
+            "places": ["/ip4/192.0.2.7/tcp/1"] * (limits.LANE_PLACES_MAX + 1)
+        },
     },
 }
 

@@ -186,8 +186,12 @@ class Engine(FakeEnginePort):
         )
         self._store = store
         self.installed = []
+        self.refusal = None
+        """Raised instead of an install that leaves everything as it was."""
 
     async def install(self, manifest):
+        if self.refusal is not None:
+            raise self.refusal
         report = await super().install(manifest)
         staged = stage(self._store.folder, manifest)
         data = b"".join(bytes(view) for _, view in staged.tensors())

@@ -24,7 +24,9 @@ def run_and_list(code):
     return json.loads(result.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["status", "--help"], ["demo", "--help"], ["weights", "--help"]]
+)
 def test_help_loads_nothing_heavy_and_is_quick(arguments):
     code = f"sys.argv[1:] = {arguments!r}; from echo2_node.cli import main; main()"
     modules, cpu_s = run_and_list(code)

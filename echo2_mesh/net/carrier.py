@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from echo2_mesh.core.reaching import Link
 from echo2_mesh.wire.types import NodeId
 
 ServeExchange = Callable[[NodeId, bytes], Awaitable[bytes]]
@@ -19,12 +20,80 @@ HearGossip = Callable[[bytes], Awaitable[None]]
 """One gossiped message, from anybody, in any order, perhaps more than once."""
 
 
+class Outreach(Protocol):
+    """What a real network can do about how others come to this node. Every method is bounded."""
+
+    listening: bool
+
+    def links(self) -> tuple[Link, ...]:
+        """Every live connection."""
+        ...
+
+    def announce(self, reached: tuple[str, ...], relays: dict[NodeId, tuple[str, ...]]) -> None:
+        """What `Carrier.addresses` shall say besides the listening addresses.
+
+        Args:
+            reached: where others could dial this node.
+            relays: those that hold a place for it, and where they are.
+        """
+        ...
+
+    def port_towards(self, ip: str, port: int) -> int | None:
+        """The local port of the socket that was dialled to that place, if it is remembered."""
+        ...
+
+    async def dial_back(self, node: NodeId, address: str) -> bool:
+        """True if `node` proves its identity at `address`; leaves no connection behind."""
+        ...
+
+    async def dial_direct(self, node: NodeId, addresses: tuple[str, ...]) -> None:
+        """Have a connection to `node` past the relay that carries the present one.
+
+        Raises:
+            PeerError: it does not answer at any of the addresses that are no circuits.
+        """
+        ...
+
+    async def reserve(self, relay: NodeId) -> float:
+        """Have a place at `relay`, to which there is a direct connection; seconds it lasts.
+
+        Raises:
+            PeerError: it refuses or does not answer.
+        """
+        ...
+
+    async def punch(self, node: NodeId) -> None:
+        """Have a connection past the relay by dialling from both sides at once.
+
+        Raises:
+            PeerError: there is none in the end; says why.
+        """
+        ...
+
+    async def retire(self, node: NodeId) -> None:
+        """Close the idle relayed connections to `node`, if there is another one."""
+        ...
+
+    def serve(self, on: bool) -> None:
+        """Carry connections for others from now on, or make no new promises."""
+        ...
+
+    def attend(self, observed: Callable[[], str | None], welcome: Callable[[NodeId], bool]) -> None:
+        """Where neighbours see this node, and for whom it carries connections."""
+        ...
+
+
 class Carrier(Protocol):
     """Bytes between authenticated peers. Every method is bounded in time."""
 
     node: NodeId
     counters: Counter[str]
     """What it refused and what broke, by name; the mesh counts in it too."""
+
+    @property
+    def outreach(self) -> Outreach | None:
+        """What it can do about reach; None in a network where nobody needs to."""
+        ...
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses (without /p2p) where this node can be dialled; empty if it cannot."""

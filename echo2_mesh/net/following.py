@@ -1,18 +1,19 @@
-"""Follows the learner's versions: the hands of `core.fetch`, and the shelf that others ask about.
+"""Follows the learner's versions: the hands of `core.fetch`.
 
 Takes announcements (verified, from the learner alone, never an older one), fetches the manifest
-and its blobs from whoever holds them, verifies, pins, and hands complete versions on. On the
-learner it only announces and answers. Decides nothing about who is asked for what.
+and what the cheapest route to it needs from whoever holds it, has `net.rebuilding` make the rest,
+and hands complete versions on; `net.shelf` keeps them. On the learner it only announces and
+answers. Decides nothing about who is asked for what.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from random import Random
 from typing import assert_never
 
-import msgspec
 import trio
 
 from echo2_mesh import limits
@@ -35,33 +36,29 @@ from echo2_mesh.core.fetching import (
     PeerHas,
     PeerUp,
     Ready,
+    Seated,
     StoreFailed,
 )
-from echo2_mesh.core.holdings import bitmap_of, blobs_of, held_in
+from echo2_mesh.core.forest import Seat
+from echo2_mesh.core.holdings import bitmap_of, held_in
 from echo2_mesh.core.machine import Arm
 from echo2_mesh.core.manifests import check_manifest
+from echo2_mesh.core.routes import Route, cheapest
 from echo2_mesh.errors import LocalError, PeerError
+from echo2_mesh.net.announcing import Announcing
 from echo2_mesh.net.blobs import BlobFault, Blobs, Workers
 from echo2_mesh.net.driver import Driver, Guard
 from echo2_mesh.net.envelopes import Envelopes
 from echo2_mesh.net.questions import Questions
+from echo2_mesh.net.reading import Reading, ReadyVersion
+from echo2_mesh.net.rebuilding import Rebuilding
+from echo2_mesh.net.shelf import Shelf, held_of
 from echo2_mesh.net.topics import Topics
-from echo2_mesh.wire.codec import Opened
 from echo2_mesh.wire.messages import Announce, ChunkRef, Holdings, HoldingsAsk, Manifest
 from echo2_mesh.wire.types import Digest, NodeId, PolicyVersion
 
-ANNOUNCE_INTERVAL_S = 5.0
 HOLDINGS_TIMEOUT_S = 5.0
-SHELF_VERSIONS_MAX = 8
-"""Complete versions whose holdings are answered; their chunks may outlive them in the store."""
-
-
-class ReadyVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version whose every blob is in the store, verified and pinned."""
-
-    version: PolicyVersion
-    manifest: Manifest
-    manifest_ref: ChunkRef
+SEATS_INTERVAL_S = 0.5
 
 
 class Following:
@@ -70,6 +67,10 @@ class Following:
     Args:
         learner: whose announcements and manifests count.
         who_has: nodes that say they installed a version; a hint that saves questions.
+        seats: who takes part now, this node included.
+        versions_kept: complete versions that are never deleted.
+        versions_path: the list of versions; None keeps none.
+        rebuild_log_path: of the child that applies patches; None applies them in this process.
     """
 
     def __init__(
@@ -86,45 +87,76 @@ class Following:
         nursery: trio.Nursery,
         rng: Random,
         who_has: Callable[[PolicyVersion], Iterable[NodeId]],
+        seats: Callable[[], tuple[Seat, ...]] = tuple,
+        versions_kept: int = limits.KEPT_VERSIONS,
+        versions_path: Path | None = None,
+        rebuild_log_path: Path | None = None,
     ) -> None:
         self._learner = learner
         self._envelopes = envelopes
         self._questions = questions
-        self._topics = topics
         self._blobs = blobs
         self._store = store
         self._workers = workers
         self._guard = guard
         self._nursery = nursery
         self._who_has = who_has
-        self._fetch = Fetch(learner, rng)
+        self._fetch = Fetch(learner, rng, envelopes.node)
         self._driver: Driver[FetchEvent] = Driver(self._fetch, self._perform)
-        self._announce: Opened | None = None
-        self._reading: tuple[Digest, Manifest] | None = None
-        self._shelf: dict[Digest, tuple[ChunkRef, ...]] = {}
+        self._seats = seats
+        self._shelf = Shelf(
+            store,
+            workers,
+            kept=versions_kept,
+            path=versions_path,
+            open_manifest=self._open_manifest,
+        )
+        self._rebuilding = Rebuilding(
+            store=store,
+            workers=workers,
+            guard=guard,
+            post=self._driver.post,
+            landed=self._made,
+            log_path=rebuild_log_path,
+        )
+        self._announcing = Announcing(
+            learner=learner, envelopes=envelopes, topics=topics, guard=guard, heard=self._heard
+        )
+        self._told: tuple[Seat, ...] = ()
+        self._reading: Reading | None = None
         self._scopes: dict[tuple[NodeId, Digest], trio.CancelScope] = {}
+        self._asking: set[NodeId] = set()
         self._offer, self.ready = trio.open_memory_channel[ReadyVersion](1)
-        self._complete_bytes = 0
-        self.last_error = ""
+        self._last_error = ""
         questions.answer(HoldingsAsk, self._answer_holdings)
-        topics.hear_opened(Announce, self._hear_announce)
 
     @property
     def announce_raw(self) -> bytes | None:
         """The newest announcement's envelope, to pass on."""
-        return self._announce.raw if self._announce else None
+        return self._announcing.raw
+
+    @property
+    def last_error(self) -> str:
+        """What keeps this node from the newest version, in words; empty where nothing does."""
+        return self._last_error or self._rebuilding.last_error
 
     def progress_bytes(self) -> tuple[int, int]:
         """(here, wanted) of the version being fetched, or of the last complete one."""
         here, wanted = self._fetch.progress_bytes()
-        return (here, wanted) if wanted else (self._complete_bytes, self._complete_bytes)
+        complete = self._shelf.complete_bytes
+        return (here, wanted) if wanted else (complete, complete)
 
     async def run(self) -> None:
         """Drive the machine and repeat the learner's announcement, until cancelled."""
+        await self._shelf.recall()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._driver.run)
+            nursery.start_soon(self._shelf.run)
             if self._learner == self._envelopes.node:
-                nursery.start_soon(self._repeat)
+                nursery.start_soon(self._announcing.repeat)
+            else:
+                nursery.start_soon(self._rebuilding.run)
+                nursery.start_soon(self._watch_seats)
 
     async def peer_up(self, peer: NodeId) -> None:
         """A connection to `peer` exists."""
@@ -152,35 +184,29 @@ class Following:
         """
         raw = await self._workers.run(self._store.read, message.manifest.digest)
         manifest = await self._workers.run(self._open_manifest, raw, message.version)
-        self._shelve(message.manifest, manifest)
-        envelope = await self._topics.gossip(message)
-        self._announce = Opened(sender=self._envelopes.node, message=message, raw=envelope)
+        self._shelf.add(message.manifest, manifest)
+        await self._keep(message.manifest, manifest, 0)
+        await self._announcing.say(message)
 
-    async def _repeat(self) -> None:
+    async def _keep(self, ref: ChunkRef, manifest: Manifest, fetched_bytes: int) -> None:
+        """Write the version into the list, and see which of its patches are here."""
+        if not await self._shelf.record(ref, manifest, fetched_bytes):
+            self._guard.counters["versions_file_failures"] += 1
+        await self._shelf.look(ref.digest)
+
+    async def _watch_seats(self) -> None:
+        """Tell the machine who takes part, whenever that changes, twice a second at most."""
         while True:
-            await trio.sleep(ANNOUNCE_INTERVAL_S)
-            if self._announce is not None:
-                await self._topics.publish(Announce, self._announce.raw)
+            await self._tell_seats()
+            await trio.sleep(SEATS_INTERVAL_S)
 
-    # --- announcements -------------------------------------------------------------------------
+    async def _tell_seats(self) -> None:
+        seats = self._seats()
+        if seats != self._told:
+            self._told = seats
+            await self._driver.post(Seated(seats=seats))
 
-    async def _hear_announce(self, opened: Opened) -> None:
-        message = opened.message
-        assert isinstance(message, Announce)
-        if opened.sender != self._learner:
-            self._guard.counters["forged_announces"] += 1
-            raise PeerError(f"{opened.sender[-8:]} announces a version and is not the learner.")
-        if self._learner == self._envelopes.node:
-            return
-        if self._announce is not None:
-            known = self._announce.message
-            assert isinstance(known, Announce)
-            if _order(message) < _order(known):
-                self._guard.counters["replayed_announces"] += 1
-                return
-            if _order(message) == _order(known):
-                return
-        self._announce = opened
+    async def _heard(self, message: Announce) -> None:
         await self._driver.post(
             Announced(
                 incarnation_unix_ms=message.incarnation_unix_ms,
@@ -189,13 +215,15 @@ class Following:
             )
         )
 
+    # --- holdings ------------------------------------------------------------------------------
+
     async def _answer_holdings(self, peer: NodeId, ask: HoldingsAsk) -> Holdings:
         target = self._fetch.target
         bitmap = b""
         if target is not None and target.refs and target.manifest.digest == ask.manifest:
             bitmap = bitmap_of(target.held(), len(target.refs))
-        elif (refs := self._shelf.get(ask.manifest)) is not None:
-            bitmap = bitmap_of(range(len(refs)), len(refs))
+        else:
+            bitmap = self._shelf.bitmap(ask.manifest)
         return Holdings(manifest=ask.manifest, bitmap=bitmap)
 
     # --- the machine's hands -------------------------------------------------------------------
@@ -204,8 +232,8 @@ class Following:
         match effect:
             case Look(version=version, manifest=ref):
                 self._nursery.start_soon(self._look, version, ref)
-            case Ask(peer=peer, ref=ref, timeout_s=timeout_s):
-                self._nursery.start_soon(self._get, peer, ref, timeout_s)
+            case Ask():
+                self._nursery.start_soon(self._get, effect)
             case Cancel(peer=peer, digest=digest):
                 if (scope := self._scopes.get((peer, digest))) is not None:
                     scope.cancel()
@@ -225,22 +253,57 @@ class Following:
         try:
             raw = await self._workers.run(self._store.read, ref.digest)
         except KeyError:
+            self._blobs.expect((ref.digest,))  # others may wait here for it, as for any blob
             await self._driver.post(ManifestAbsent(manifest=ref.digest))
             return
         try:
             manifest = await self._workers.run(self._open_manifest, raw, version)
         except PeerError as error:
             self._guard.counters["refused_manifests"] += 1
-            self.last_error = error.what
+            self._last_error = error.what
             await self._driver.post(ManifestUnfit(manifest=ref.digest))
             return
-        refs = blobs_of(manifest)
-        self._store.pin("fetching", {ref.digest, *(blob.digest for blob in refs)})
-        held = await self._workers.run(self._held, refs)
-        self._reading = (ref.digest, manifest)
-        await self._driver.post(ManifestHere(manifest=ref.digest, refs=refs, held=held))
+        await self._follow(version, ref, manifest)
+
+    async def _follow(self, version: PolicyVersion, ref: ChunkRef, manifest: Manifest) -> None:
+        """Choose the route to a version whose manifest is in order, and set everybody to work."""
+        if self._reading is not None and self._reading.ref != ref:
+            # Dropped for a newer one: what it left behind may go unless that needs it.
+            self._shelf.retire(blob.digest for blob in (self._reading.ref, *self._reading.refs))
+        self._rebuilding.forget()
+        reading = self._reading = Reading(ref, manifest, self._announcing.heard_s(version))
+        route, held = await self._workers.run(self._plan, reading)
+        if self._reading is not reading:
+            return
+        needed = reading.needed
+        wanted = [reading.refs[index].digest for index in route.wanted]
+        named = {ref.digest, *wanted, *(blob.digest for blob in reading.refs[:needed])}
+        self._blobs.expect(named)
+        if route.base is not None:
+            named.update(route.base.chunks[index].digest for index in route.needs)
+        # Patches that are here already and part of the route must stay as well.
+        named.update(reading.refs[blob].digest for blobs in route.needs.values() for blob in blobs)
+        self._store.pin("fetching", named)
+        reading.held.update(held)
+        # Before the machine begins to ask: it spares the learner where others are known to have it.
+        await self._tell_seats()
         for node in tuple(self._who_has(version)):
             await self._driver.post(PeerHas(peer=node, manifest=ref.digest, indices=None))
+        await self._driver.post(
+            ManifestHere(
+                manifest=ref.digest,
+                refs=reading.refs,
+                held=held,
+                wanted=route.wanted,
+                needed=needed,
+            )
+        )
+        if self._reading is reading:
+            self._rebuilding.begin(ref.digest, manifest, route, frozenset(reading.held))
+
+    def _plan(self, reading: Reading) -> tuple[Route, frozenset[int]]:
+        held = held_of(self._store, reading.refs)
+        return cheapest(reading.manifest, self._shelf.bases(), held), held
 
     def _open_manifest(self, raw: bytes, version: PolicyVersion) -> Manifest:
         opened = self._envelopes.unseal(raw, size_bytes_max=limits.CHUNK_SIZE_BYTES_MAX)
@@ -254,33 +317,46 @@ class Following:
         check_manifest(manifest)
         return manifest
 
-    def _held(self, refs: tuple[ChunkRef, ...]) -> frozenset[int]:
-        return frozenset(i for i, ref in enumerate(refs) if self._store.has(ref.digest))
-
-    async def _get(self, peer: NodeId, ref: ChunkRef, timeout_s: float) -> None:
+    async def _get(self, ask: Ask) -> None:
+        peer, ref = ask.peer, ask.ref
         key = (peer, ref.digest)
         event: FetchEvent
         with trio.CancelScope() as scope:
             self._scopes[key] = scope
             try:
-                await self._blobs.fetch_from(peer, ref, timeout_s=timeout_s)
+                await self._blobs.fetch_from(peer, ref, timeout_s=ask.timeout_s, wait_s=ask.wait_s)
                 event = ChunkArrived(peer=peer, digest=ref.digest)
-                self.last_error = ""
+                self._got(ref)
+                self._last_error = ""
             except BlobFault as error:
                 event = ChunkRefused(peer=peer, digest=ref.digest, fault=error.fault)
             except LocalError as error:
                 self._guard.counters["store_failures"] += 1
-                self.last_error = str(error)
+                self._last_error = str(error)
                 event = StoreFailed(peer=peer, digest=ref.digest)
             finally:
                 if self._scopes.get(key) is scope:
                     del self._scopes[key]
             await self._driver.post(event)
 
+    def _got(self, ref: ChunkRef) -> None:
+        """A blob of the version being fetched came over the network."""
+        reading = self._reading
+        for index in reading.fetched(ref) if reading is not None else ():
+            self._rebuilding.arrived(index)
+
+    def _made(self, digests: tuple[Digest, ...]) -> None:
+        """Data chunks of the version being fetched were rebuilt here."""
+        if self._reading is not None:
+            for digest in digests:
+                self._reading.made(digest)
+        self._blobs.landed(digests)
+
     async def _ask_holdings(self, peer: NodeId, digest: Digest) -> None:
         target = self._fetch.target
-        if target is None or target.manifest.digest != digest:
+        if target is None or target.manifest.digest != digest or peer in self._asking:
             return
+        self._asking.add(peer)  # a host that is slow to answer is not asked the more for it
         try:
             reply = await self._questions.ask(
                 peer, HoldingsAsk(manifest=digest), timeout_s=HOLDINGS_TIMEOUT_S
@@ -291,36 +367,23 @@ class Following:
         except PeerError:
             self._guard.counters["failed_holdings_asks"] += 1
             return
+        finally:
+            self._asking.discard(peer)
         await self._driver.post(PeerHas(peer=peer, manifest=digest, indices=indices))
 
     def _finish(self, version: PolicyVersion, ref: ChunkRef) -> None:
-        assert self._reading is not None
-        digest, manifest = self._reading
-        assert digest == ref.digest
-        assert manifest.version == version
+        reading = self._reading
+        assert reading is not None
+        assert reading.ref == ref
+        assert reading.manifest.version == version
+        ready = reading.ready()
         self._reading = None
-        self._shelve(ref, manifest)
+        self._rebuilding.forget()
+        self._shelf.add(ref, reading.manifest)
         self._store.unpin("fetching")
-        ready = ReadyVersion(version=version, manifest=manifest, manifest_ref=ref)
+        fetched_bytes = ready.fetched_full_bytes + ready.fetched_patch_bytes
+        self._nursery.start_soon(self._keep, ref, reading.manifest, fetched_bytes)
         with contextlib.suppress(trio.WouldBlock):
             # One place: a version that nobody took yet is superseded.
             self.ready.receive_nowait()
         self._offer.send_nowait(ready)
-
-    def _shelve(self, ref: ChunkRef, manifest: Manifest) -> None:
-        """Keep a complete version: answer for it, and pin it and the one before."""
-        blobs = blobs_of(manifest)
-        self._shelf.pop(ref.digest, None)
-        self._shelf[ref.digest] = blobs
-        while len(self._shelf) > SHELF_VERSIONS_MAX:
-            del self._shelf[next(iter(self._shelf))]
-        kept = list(self._shelf)[-limits.KEPT_VERSIONS :]
-        self._store.pin(
-            "weights", {*kept, *(blob.digest for digest in kept for blob in self._shelf[digest])}
-        )
-        distinct = {blob.digest: blob.size_bytes for blob in blobs}
-        self._complete_bytes = sum(distinct.values())
-
-
-def _order(message: Announce) -> tuple[int, int]:
-    return message.incarnation_unix_ms, int(message.version)

@@ -12,6 +12,9 @@ else is registered. The holes, all of them found by running the library (see ARC
 - `guard_inbound`   one place in the inbound limit is taken for each accepted connection and
                     returned only when the host ends, so a host that has seen some 300 peers come
                     and go is deaf; and silent connections keep honest ones out;
+- `guard_window`    a stream's window grows with its round trip, and that with what waits in the
+                    window; a connection inside such a stream waits above 5 s for window updates of
+                    its own, which the library takes for death;
 - `DialledSockets`  a host that closes while a connection is already ending cancels the task that
                     would have closed its socket;
 - `guard_gossip`    peers in PRUNE back-off are offered no messages, so a leaf that nobody keeps in
@@ -26,7 +29,7 @@ import itertools
 import logging
 import random
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -47,6 +50,7 @@ STREAMS_PER_PEER_MAX = 64
 """Inbound streams of one peer handled at once; more are reset."""
 STREAMS_MAX = 1024
 RESET_TIMEOUT_S = 2.0
+PORTS_KEPT = 1024
 GOSSIP_PEERS_MIN = 6
 MESH_YOUTH_HEARTBEATS = 4
 
@@ -78,6 +82,11 @@ def guard_streams(network: Any, counters: Counter[str]) -> None:
                 del open_of[peer]
 
     network.set_stream_handler(handle)
+
+
+def guard_window(stream: Any) -> None:
+    """Keep the window of a stream that carries a connection as small as it began (256 KiB)."""
+    stream.muxed_stream._apply_autotune_epoch = lambda buffered: 0
 
 
 async def reset_quietly(stream: Any) -> None:
@@ -203,14 +212,28 @@ class DialledSockets:
 
     def __init__(self, transport: Any) -> None:
         self._open: weakref.WeakSet[trio.SocketStream] = weakref.WeakSet()
+        self._ports: OrderedDict[tuple[str, int], int] = OrderedDict()
         self._dial = transport.dial
         transport.dial = self.dial
 
     async def dial(self, address: Any) -> Any:
         """Dial as the transport does, and remember the socket for as long as it is in use."""
         raw = await self._dial(address)
-        self._open.add(raw.stream.stream)
+        self.remember(raw.stream.stream)
         return raw
+
+    def remember(self, stream: trio.SocketStream) -> None:
+        """Close this one with the others, and know its own port by its far end."""
+        self._open.add(stream)
+        with contextlib.suppress(OSError):
+            place = stream.socket.getpeername()
+            self._ports[(place[0], place[1])] = stream.socket.getsockname()[1]
+            if len(self._ports) > PORTS_KEPT:
+                self._ports.popitem(last=False)
+
+    def port_towards(self, ip: str, port: int) -> int | None:
+        """The local port of the newest dial to that place; None if it is not remembered."""
+        return self._ports.get((ip, port))
 
     def close(self) -> None:
         """Close what is still open, without ceremony; again is no error."""

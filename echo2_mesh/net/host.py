@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import libp2p.network.swarm
+import libp2p.pubsub.gossipsub
 import libp2p.transport.tcp.tcp
 import psutil
 import trio
@@ -29,7 +30,7 @@ from libp2p.peer.peerstore import PeerStore
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
-from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
@@ -37,7 +38,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 from echo2_mesh import limits
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.identity import Identity
-from echo2_mesh.net import guards
+from echo2_mesh.net import guards, thrift
 
 LIBP2P_VERSION = "0.8.1"
 PROTOCOL_NEGOTIATION_TIMEOUT_S = 5
@@ -60,6 +61,10 @@ def check_installation() -> None:
             (libp2p.network.swarm.Swarm, "upgrade_inbound_raw_conn"),
             (libp2p.network.swarm, "_HAPPY_EYEBALLS_DELAY"),
             (libp2p.transport.tcp.tcp, "_set_reuse_flags"),
+            (libp2p.pubsub.gossipsub, "maybe_consume_signed_record"),
+            (YamuxStream, "_auto_tune_and_send_window_update"),
+            (YamuxStream, "_apply_autotune_epoch"),
+            (YamuxStream, "_grow_threshold"),
         )
         if not hasattr(owner, name)
     ]
@@ -87,7 +92,14 @@ def _reuse_address_only(sock: Any) -> None:
 def make_host(
     identity: Identity, *, listen: Sequence[str], announce: Sequence[str], counters: Counter[str]
 ) -> Any:
-    """Build the host; it neither listens nor dials yet."""
+    """Build the host; it neither listens nor dials yet.
+
+    Raises:
+        UsageError: an address cannot be read.
+        LocalError: py-libp2p is not the one we know.
+    """
+    for text in announce:
+        parse_address(text)
     check_installation()
     quiet_loggers()
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.0  # else every dial waits 250 ms
@@ -141,6 +153,7 @@ def make_host(
     network.dialled_sockets = guards.DialledSockets(transport)
     guards.guard_streams(network, counters)
     guards.guard_identify(host, counters)
+    thrift.be_thrifty()
     return host
 
 

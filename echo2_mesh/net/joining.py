@@ -122,6 +122,7 @@ class Joining:
         self._connected: frozenset[NodeId] = frozenset()
         self._dialling: dict[NodeId, trio.Event] = {}
         self._look_around = trio.Event()
+        self._hurry = trio.Event()
         questions.answer(CatchUp, self._answer_catch_up)
         questions.answer(Goodbye, self._answer_goodbye)
         topics.hear_opened(Heartbeat, self._hear_heartbeat)
@@ -274,7 +275,14 @@ class Joining:
     async def _breathe(self) -> None:
         while True:
             await self._topics.gossip(self._beat())
-            await trio.sleep(self.table.interval_s * self._rng.uniform(0.9, 1.1))
+            with trio.move_on_after(self.table.interval_s * self._rng.uniform(0.9, 1.1)):
+                await self._hurry.wait()
+            self._hurry = trio.Event()
+
+    def beat_soon(self) -> None:
+        """There is news in the next heartbeat; a large fleet waits for its turn all the same."""
+        if self.table.interval_s <= limits.HEARTBEAT_INTERVAL_S:
+            self._hurry.set()
 
     async def _hear_heartbeat(self, opened: Opened) -> None:
         message = opened.message

@@ -16,7 +16,7 @@ import trio
 from echo2_mesh import limits
 from echo2_mesh.errors import LocalError, PeerError, UsageError
 from echo2_mesh.identity import Identity, public_key_of
-from echo2_mesh.net.carrier import HearGossip, ServeExchange
+from echo2_mesh.net.carrier import HearGossip, Outreach, ServeExchange
 from echo2_mesh.wire.types import NodeId
 
 try:
@@ -28,6 +28,7 @@ try:
     from echo2_mesh.net.exchanges import Exchanges
     from echo2_mesh.net.gossip import Gossip, open_gossip
     from echo2_mesh.net.host import advertised, close_host, listen_on, make_host, parse_address
+    from echo2_mesh.net.outreach import Libp2pOutreach
 except ImportError as error:
     raise LocalError(
         f"py-libp2p cannot be loaded: {error}.",
@@ -50,6 +51,8 @@ class Libp2pCarrier:
         nursery: trio.Nursery,
         *,
         announce: tuple[str, ...],
+        listening: bool,
+        relay: bool,
         counters: Counter[str],
     ) -> None:
         self.node = NodeId(str(host.get_id()))
@@ -61,9 +64,25 @@ class Libp2pCarrier:
         self._discovery = discovery
         self._nursery = nursery
         self._announce = announce
+        self._reached = Libp2pOutreach(
+            host,
+            connections,
+            counters,
+            listening=listening,
+            addresses=self._own_addresses,
+            relay=relay,
+        )
+
+    @property
+    def outreach(self) -> Outreach:
+        """What this node can do about how others come to it."""
+        return self._reached
 
     def addresses(self) -> tuple[str, ...]:
-        """Where this node can be dialled, without /p2p."""
+        """Where this node can be dialled, without /p2p; circuits through relays included."""
+        return self._reached.addresses()
+
+    def _own_addresses(self) -> tuple[str, ...]:
         return advertised(self._host.get_transport_addrs(), self._announce)
 
     def connected(self) -> frozenset[NodeId]:
@@ -162,6 +181,7 @@ async def open_libp2p_carrier(
     bootstrap: tuple[str, ...] = (),
     mdns: bool = False,
     topics: tuple[str, ...] = (),
+    relay: bool = True,
 ) -> AsyncIterator[Libp2pCarrier]:
     """A carrier for the length of the block.
 
@@ -171,19 +191,16 @@ async def open_libp2p_carrier(
         bootstrap: /.../p2p/<id> of nodes to stay connected to.
         mdns: find and be found on the local network, among nodes with the same first topic.
         topics: the gossip topics peers may subscribe to; all others are ignored.
+        relay: carry connections for others, once it is known that they can dial this node.
 
     Resources:
-        Sockets, tasks and (with `mdns`) threads, all gone when the block ends, in at most
-        `limits.CLOSE_TIMEOUT_S`; the port is free then.
+        Sockets, tasks and (with `mdns`) threads, gone `limits.CLOSE_TIMEOUT_S` after the block.
 
     Errors:
-        LocalError: an address cannot be listened on, or py-libp2p is not the one we know.
-        UsageError: an address cannot be read.
+        LocalError, UsageError: an address cannot be had, or cannot be read.
     """
     counters: Counter[str] = Counter()
     homes = split_bootstrap(bootstrap)
-    for text in announce:
-        parse_address(text)
     host = make_host(identity, listen=listen, announce=announce, counters=counters)
     failure: Exception | None = None
     try:
@@ -204,6 +221,8 @@ async def open_libp2p_carrier(
                         discovery,
                         nursery,
                         announce=announce,
+                        listening=bool(listen),
+                        relay=relay,
                         counters=counters,
                     )
                     nursery.start_soon(carrier.keep_joined, homes)

@@ -19,7 +19,7 @@ import trio
 from echo2_mesh import limits
 from echo2_mesh.errors import PeerError
 from echo2_mesh.identity import Identity
-from echo2_mesh.net.carrier import HearGossip, ServeExchange
+from echo2_mesh.net.carrier import HearGossip, Outreach, ServeExchange
 from echo2_mesh.wire.types import NodeId
 
 GOSSIP_REPEAT_SHARE = 0.05
@@ -116,10 +116,12 @@ class SimNetwork:
         done_s = trio.current_time()
         if self.bandwidth_bytes_per_s is not None and size_bytes > SHORT_MESSAGE_BYTES_MAX:
             wire_s = size_bytes / self.bandwidth_bytes_per_s
-            uplink.uplink_free_s = max(done_s, uplink.uplink_free_s) + wire_s
-            # The first byte comes in while the last still waits to leave.
-            first_s = uplink.uplink_free_s - wire_s
-            done_s = downlink.downlink_free_s = max(first_s, downlink.downlink_free_s) + wire_s
+            sent_s = uplink.uplink_free_s = max(done_s, uplink.uplink_free_s) + wire_s
+            # The downlink is taken when the bytes come, not when they are queued; the first of
+            # them came in while the last still waited to leave.
+            await trio.sleep_until(sent_s)
+            first_s = max(sent_s - wire_s, downlink.downlink_free_s)
+            done_s = downlink.downlink_free_s = max(sent_s, first_s + wire_s)
         await trio.sleep_until(done_s + self.delay_s())
 
 
@@ -129,6 +131,7 @@ class SimCarrier:
     def __init__(self, network: SimNetwork, node: NodeId, port: int | None) -> None:
         self.node = node
         self.counters: Counter[str] = Counter()
+        self.outreach: Outreach | None = None
         self.alive = True
         self.links: set[NodeId] = set()
         self.exchanges: dict[NodeId, dict[trio.CancelScope, None]] = {}

@@ -26,6 +26,9 @@ PIECE_SIZE_BYTES = 64 * limits.KIB - 12
 READ_SIZE_BYTES = 1 * limits.MIB
 WRITE_TIMEOUT_S = 5.0
 """For one piece; the same 5 seconds after which yamux itself gives up on a full window."""
+ROOM_POLL_S = 0.01
+RELAYED_PATIENCE = 4
+"""A relayed connection shares a slow line with others: its writes may take so many times longer."""
 MULTISTREAM = "/multistream/1.0.0"
 LINE_BYTES_MAX = 1024
 REFUSAL_LENGTH_MIN = 0xFFFFFF00
@@ -85,13 +88,36 @@ async def write(stream: Any, data: bytes) -> None:
         DeadConnection: the peer's side took nothing for `WRITE_TIMEOUT_S`.
     """
     view = memoryview(data)
+    relayed = stream.muxed_conn.get_remote_address() is None
+    timeout_s = WRITE_TIMEOUT_S * (RELAYED_PATIENCE if relayed else 1)
     for start in range(0, len(data), PIECE_SIZE_BYTES):
         await trio.lowlevel.checkpoint_if_cancelled()
-        with trio.move_on_after(WRITE_TIMEOUT_S) as scope:
+        with trio.move_on_after(timeout_s) as scope:
             scope.shield = True
             await stream.write(bytes(view[start : start + PIECE_SIZE_BYTES]))
         if scope.cancelled_caught:
             raise DeadConnection
+
+
+async def write_patiently(stream: Any, data: bytes) -> None:
+    """Write all of `data` as the reader makes room, for a stream with no other writer.
+
+    yamux itself gives up after 5 s without room, which a line through a relay may well take.
+
+    Raises:
+        DeadConnection: there was no room for `RELAYED_PATIENCE` times as long.
+    """
+    view = memoryview(data)
+    while view:
+        polls_left = int(RELAYED_PATIENCE * WRITE_TIMEOUT_S / ROOM_POLL_S)
+        while (room := stream.muxed_stream.send_window) <= 0:
+            polls_left -= 1
+            if polls_left < 0 or stream.muxed_stream.closed:
+                raise DeadConnection
+            await trio.sleep(ROOM_POLL_S)
+        piece = view[: min(room, PIECE_SIZE_BYTES)]
+        await write(stream, bytes(piece))
+        view = view[len(piece) :]
 
 
 async def read_exactly(stream: Any, size_bytes: int) -> bytes:

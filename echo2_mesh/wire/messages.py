@@ -19,6 +19,11 @@ from echo2_mesh.wire.blocks import Cohort as Cohort
 from echo2_mesh.wire.blocks import Sampling as Sampling
 from echo2_mesh.wire.blocks import Value as Value
 from echo2_mesh.wire.blocks import VersionSpan as VersionSpan
+from echo2_mesh.wire.lanes import LaneAsk as LaneAsk
+from echo2_mesh.wire.lanes import LaneOffer as LaneOffer
+from echo2_mesh.wire.lanes import LaneWay as LaneWay
+from echo2_mesh.wire.reach import ReachAnswer as ReachAnswer
+from echo2_mesh.wire.reach import ReachAsk as ReachAsk
 from echo2_mesh.wire.types import (
     AddressField,
     BlobSizeField,
@@ -29,6 +34,7 @@ from echo2_mesh.wire.types import (
     LeaseIdsField,
     NameField,
     RateField,
+    Reach,
     Reason,
     Role,
     RunIdField,
@@ -36,87 +42,16 @@ from echo2_mesh.wire.types import (
     ShortTextField,
     SizeField,
     StopReason,
-    TensorNameField,
     VersionField,
 )
-
-# --- weights -----------------------------------------------------------------------------------
-
-
-class TensorSpan(Value, frozen=True, kw_only=True):
-    """A tensor inside a version's data section, in safetensors' dtype names and byte order.
-
-    The data section is the concatenation of the manifest's chunks; `offset_bytes` counts from
-    its start, so a safetensors header plus the chunks in order is a valid safetensors file.
-    """
-
-    name: TensorNameField
-    dtype: NameField
-    shape: Annotated[tuple[CountField, ...], Meta(max_length=16)]
-    offset_bytes: SizeField
-    size_bytes: SizeField
-
-
-class FileRef(Value, frozen=True, kw_only=True):
-    """A file that travels with the model, cut into blobs; `name` is a bare file name."""
-
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)")]
-    chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=4096)]
-
-
-class Probe(Value, frozen=True, kw_only=True):
-    """Log-probs of a fixed sequence under the published weights: an engine must match them.
-
-    `token_ids` int32 bytes [T]; `logprobs` float32 bytes [T-1], entry i for token i+1.
-    """
-
-    token_ids: Annotated[bytes, Meta(min_length=8, max_length=4 * limits.PROBE_TOKENS_MAX)]
-    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.PROBE_TOKENS_MAX)]
-
-
-class TaskSpec(Value, frozen=True, kw_only=True):
-    """The task an actor must have to score: same code and arguments, same digest."""
-
-    task_id: NameField
-    args_json: Annotated[str, Meta(max_length=16 * limits.KIB)]
-    digest: DigestField
-
-
-class Manifest(Value, frozen=True, kw_only=True):
-    """One policy version, complete: its blob's digest names the policy. Signed by the learner."""
-
-    run_id: RunIdField
-    version: VersionField
-    base_version: VersionField | None = None
-    """What `patch` chunks apply to; None where every chunk is `full`."""
-    chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=limits.MANIFEST_CHUNKS_MAX)]
-    tensors: Annotated[tuple[TensorSpan, ...], Meta(max_length=limits.MANIFEST_TENSORS_MAX)]
-    tied: Annotated[
-        tuple[tuple[TensorNameField, TensorNameField], ...],
-        Meta(max_length=limits.MANIFEST_TENSORS_MAX),
-    ] = ()
-    """(alias, stored name): tied tensors are stored once."""
-    files: Annotated[tuple[FileRef, ...], Meta(max_length=limits.MANIFEST_FILES_MAX)]
-    state_digest: DigestField
-    """BLAKE3 over the whole data section."""
-    tokenizer_digest: DigestField
-    template_digest: DigestField
-    task: TaskSpec
-    probe: Probe
-    created_unix_ms: CountField = 0
-
-
-class Announce(Value, frozen=True, kw_only=True):
-    """Gossip: version `version` exists and `manifest` names it. Signed by the learner only.
-
-    `incarnation_unix_ms` is the learner process's start: a resumed learner announces again.
-    """
-
-    version: VersionField
-    manifest: ChunkRef
-    size_bytes: SizeField
-    incarnation_unix_ms: CountField
-
+from echo2_mesh.wire.weights import Announce as Announce
+from echo2_mesh.wire.weights import FileRef as FileRef
+from echo2_mesh.wire.weights import Manifest as Manifest
+from echo2_mesh.wire.weights import Patch as Patch
+from echo2_mesh.wire.weights import PatchChunk as PatchChunk
+from echo2_mesh.wire.weights import Probe as Probe
+from echo2_mesh.wire.weights import TaskSpec as TaskSpec
+from echo2_mesh.wire.weights import TensorSpan as TensorSpan
 
 # --- membership --------------------------------------------------------------------------------
 
@@ -134,6 +69,10 @@ class Heartbeat(Value, frozen=True, kw_only=True):
     version: VersionField | None = None
     """Installed (actor) or current (learner) policy version."""
     tokens_per_s: RateField = 0.0
+    uplink_bytes_per_s: RateField = 0.0
+    """What its bulk sockets can send, measured or configured; 0 where nobody knows yet."""
+    downlink_bytes_per_s: RateField = 0.0
+    reach: Reach = Reach.UNKNOWN
     cohort: Cohort | None = None
     accepted: CountField = 0
     refused: CountField = 0
@@ -298,7 +237,8 @@ class HoldingsAsk(Value, frozen=True, kw_only=True):
 class Holdings(Value, frozen=True, kw_only=True):
     """Reply: bit i (byte i // 8, least significant first) is set when chunk i is held, verified.
 
-    Chunks are numbered data chunks first, then the files' chunks in order. Empty: nothing held.
+    Blobs are numbered data chunks first, then the files' chunks, then the patches', in order.
+    Empty: nothing held.
     """
 
     manifest: DigestField
@@ -321,6 +261,8 @@ class BlobAsk(Value, frozen=True, kw_only=True):
 
     digest: DigestField
     size_bytes: BlobSizeField
+    wait_s: Annotated[float, Meta(ge=0.0, le=limits.BLOB_TIMEOUT_S)] = 0.0
+    """How long the answer may wait for a blob that the holder is itself about to have."""
 
 
 Message = (
@@ -341,6 +283,10 @@ Message = (
     | Done
     | Refusal
     | BlobAsk
+    | LaneAsk
+    | LaneOffer
+    | ReachAsk
+    | ReachAnswer
 )
 
 KINDS: dict[str, type[Message]] = {
@@ -361,5 +307,9 @@ KINDS: dict[str, type[Message]] = {
     "done": Done,
     "refusal": Refusal,
     "blob-ask": BlobAsk,
+    "lane-ask": LaneAsk,
+    "lane-offer": LaneOffer,
+    "reach-ask": ReachAsk,
+    "reach-answer": ReachAnswer,
 }
 KIND_OF: dict[type, str] = {kind: name for name, kind in KINDS.items()}

@@ -61,6 +61,18 @@ class Role(str, Enum):
     OBSERVER = "observer"
 
 
+class Reach(str, Enum):
+    """How others come to a node. Decides who may be an inner node of a distribution tree."""
+
+    UNKNOWN = "unknown"
+    DIRECT = "direct"
+    """It was dialled at one of its addresses."""
+    PUNCHED = "punched"
+    """Behind a NAT; connections are made by opening from both sides at once."""
+    RELAYED = "relayed"
+    """Behind a NAT that cannot be punched: a relay carries what it did not dial itself."""
+
+
 class StopReason(str, Enum):
     STOP = "stop"
     """The model ended the sequence itself."""

@@ -3,24 +3,41 @@
 `open_hosts(4, mbit_per_s=20)` gives four hosts with addresses of their own. Whatever is started
 with `host.prefix` before its command (`ip netns exec NAME`) lives there: it reaches the others
 over the bridge alone, because its loopback is down. Both directions of every link are shaped with
-a token bucket. Needs root, `ip` and `tc`; everything is removed when the block ends. A process
-left behind keeps its namespace alive, so end the processes first.
+a token bucket; `links` gives each host rates of its own, and `host.shape` changes them later.
+Needs root, `ip` and `tc`; everything is removed when the block ends, and what a killed process
+left is removed by the next one. A process left behind keeps its namespace alive, so end the
+processes first. Used by e2e tests and by `scripts/bench_forest.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 NETWORK = "10.89"
 BURST = "64kb"
-LATENCY = "400ms"
-"""How long a packet may wait in the bucket's queue before it is dropped."""
+NAMESPACES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Rates of one host's link, in Mbit/s of Ethernet frames."""
+
+    up_mbit_per_s: float
+    down_mbit_per_s: float
+    queue_ms: float = 400.0
+    """How long a packet may wait in the bucket's queue before it is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +47,9 @@ class Host:
     namespace: str
     address: str
     device: str
-    """The veth's end inside; its other end hangs on the bridge."""
+    """The veth's end inside."""
+    outer: str
+    """The veth's end that hangs on the bridge."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -44,11 +63,52 @@ class Host:
 
     def bytes_moved(self) -> tuple[int, int]:
         """(received, sent) over its link, from inside."""
-        counts = []
-        for name in ("rx_bytes", "tx_bytes"):
-            path = f"/sys/class/net/{self.device}/statistics/{name}"
-            counts.append(int(_run(*self.prefix, "cat", path).strip()))
-        return counts[0], counts[1]
+        folder = f"/sys/class/net/{self.device}/statistics"
+        counts = _run(*self.prefix, "cat", f"{folder}/rx_bytes", f"{folder}/tx_bytes").split()
+        return int(counts[0]), int(counts[1])
+
+    def shape(self, link: Link) -> None:
+        """Give the link these rates from now on."""
+        inside = ("tc", "-n", self.namespace)
+        for command, device, rate in (
+            (inside, self.device, link.up_mbit_per_s),
+            (("tc",), self.outer, link.down_mbit_per_s),
+        ):
+            _run(
+                *command, "qdisc", "replace", "dev", device, "root", "tbf",
+                "rate", f"{rate * 1000:.0f}kbit", "burst", BURST, "latency", f"{link.queue_ms:g}ms",
+            )  # fmt: skip
+
+    def cut(self) -> None:
+        """Pull the plug: nothing comes or goes any more, and nobody is told."""
+        _run("ip", "link", "set", self.outer, "down")
+
+    def mend(self) -> None:
+        """Put the plug back."""
+        _run("ip", "link", "set", self.outer, "up")
+
+    def inside(self, call: Callable[[], Result]) -> Result:
+        """`call()` made on this host: a socket it opens belongs here for as long as it lives."""
+        found: list[Result] = []
+        failed: list[BaseException] = []
+
+        def enter() -> None:
+            try:
+                with (NAMESPACES / self.namespace).open("rb") as file:
+                    library = ctypes.CDLL(None, use_errno=True)
+                    if library.setns(file.fileno(), _CLONE_NEWNET) != 0:
+                        raise OSError(ctypes.get_errno(), f"setns {self.namespace}")
+                found.append(call())
+            except BaseException as error:
+                failed.append(error)
+
+        # Only the thread moves, and it ends here.
+        thread = threading.Thread(target=enter, daemon=True)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        return found[0]
 
     def connections(self) -> tuple[tuple[str, str], ...]:
         """(own, other) address of every established TCP connection."""
@@ -74,17 +134,22 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def open_hosts(count: int, *, mbit_per_s: float | None = None) -> Iterator[tuple[Host, ...]]:
+def open_hosts(
+    count: int, *, mbit_per_s: float | None = None, links: Sequence[Link] = ()
+) -> Iterator[tuple[Host, ...]]:
     """`count` hosts that reach one another over one bridge.
 
     Args:
         mbit_per_s: rate of each link in each direction; None leaves it unshaped.
+        links: rates of each host, in place of `mbit_per_s`.
 
     Errors:
         RuntimeError: a command was refused; what had been made is removed.
     """
+    assert not links or len(links) == count
+    sweep_hosts()
     # Names of devices have at most 15 characters and belong to the whole machine.
-    mark = f"{os.getpid() % 46656:x}"
+    mark = f"{os.getpid():x}"
     net = f"{NETWORK}.{os.getpid() % 250 + 1}"
     bridge = f"e2b{mark}"
     hosts: list[Host] = []
@@ -93,35 +158,48 @@ def open_hosts(count: int, *, mbit_per_s: float | None = None) -> Iterator[tuple
         undo.callback(_try, "ip", "link", "delete", bridge)
         _run("ip", "link", "set", bridge, "up")
         for number in range(count):
-            outer, inner = f"e2o{mark}-{number}", f"e2i{mark}-{number}"
             host = Host(
-                namespace=f"e2n{mark}-{number}", address=f"{net}.{number + 1}", device=inner
+                namespace=f"e2n{mark}-{number}",
+                address=f"{net}.{number + 1}",
+                device=f"e2i{mark}-{number}",
+                outer=f"e2o{mark}-{number}",
             )
             _run("ip", "netns", "add", host.namespace)
             undo.callback(_try, "ip", "netns", "delete", host.namespace)
-            _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
-            undo.callback(_try, "ip", "link", "delete", outer)
-            _run("ip", "link", "set", inner, "netns", host.namespace)
-            _run("ip", "link", "set", outer, "master", bridge, "up")
+            _run("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.device)
+            undo.callback(_try, "ip", "link", "delete", host.outer)
+            _run("ip", "link", "set", host.device, "netns", host.namespace)
+            _run("ip", "link", "set", host.outer, "master", bridge, "up")
             inside = ("ip", "-n", host.namespace)
-            _run(*inside, "address", "add", f"{host.address}/24", "dev", inner)
-            _run(*inside, "link", "set", inner, "up")
-            if mbit_per_s is not None:
-                bucket = ("rate", f"{mbit_per_s}mbit", "burst", BURST, "latency", LATENCY)
-                _run("tc", "qdisc", "add", "dev", outer, "root", "tbf", *bucket)
-                _run(
-                    "tc", "-n", host.namespace, "qdisc", "add", "dev", inner, "root", "tbf", *bucket
-                )
+            _run(*inside, "address", "add", f"{host.address}/24", "dev", host.device)
+            _run(*inside, "link", "set", host.device, "up")
+            # A burst of forty packets would fill the queue of a slow link, or be dropped whole.
+            _run(*inside, "link", "set", host.device, "gso_max_segs", "4")
+            if links:
+                host.shape(links[number])
+            elif mbit_per_s is not None:
+                host.shape(Link(up_mbit_per_s=mbit_per_s, down_mbit_per_s=mbit_per_s))
             hosts.append(host)
         yield tuple(hosts)
 
 
+def sweep_hosts() -> None:
+    """Remove hosts whose process was killed before it could."""
+    for name in _names(re.compile(r"e2n([0-9a-f]+)-\d+")):
+        mark = name[3:].partition("-")[0]
+        if not Path(f"/proc/{int(mark, 16)}").exists():
+            _try("ip", "netns", "delete", name)
+            _try("ip", "link", "delete", f"e2b{mark}")
+
+
 def namespaces_left() -> tuple[str, ...]:
     """Namespaces of this process that still exist."""
-    mark = f"e2n{os.getpid() % 46656:x}-"
-    folder = Path("/run/netns")
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return tuple(name for name in names if name.startswith(mark))
+    return _names(re.compile(rf"e2n{os.getpid():x}-\d+"))
+
+
+def _names(pattern: re.Pattern[str]) -> tuple[str, ...]:
+    names = sorted(path.name for path in NAMESPACES.iterdir()) if NAMESPACES.is_dir() else []
+    return tuple(name for name in names if pattern.fullmatch(name))
 
 
 def _address(field: str) -> str:

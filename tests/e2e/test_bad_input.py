@@ -275,7 +275,11 @@ def test_a_disk_too_small_for_the_first_version_is_told(tmp_path, run_file, disk
 def test_a_disk_that_fills_up_ends_the_run_which_can_be_resumed(tmp_path, disks, part, size_bytes):
     with open_world(tmp_path / "world") as world, contextlib.ExitStack() as stack:
         stack.enter_context(small_disk(world.folder / "learner" / part, size_bytes))
-        learner = world.learn(run={"steps": 8}, learner={"checkpoint_every_steps": 2})
+        learner = world.learn(
+            run={"steps": 8},
+            learner={"checkpoint_every_steps": 2},
+            weights={"full_disk_wait_s": 2.0},
+        )
         world.join(learner, "actor")
         assert learner.wait_exit(90) == HOST
         text = learner.text()

@@ -171,13 +171,14 @@ class Node:
         return dict(rows[0]) if rows else {}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Whole lines of metrics.jsonl."""
+        """Whole lines of metrics.jsonl; a learner's without its events."""
         found = []
         with contextlib.suppress(OSError):
             for line in (self.state_dir / "metrics.jsonl").read_text().splitlines():
                 with contextlib.suppress(ValueError):
                     found.append(json.loads(line))
-        return found
+        steps = [line for line in found if "step" in line]
+        return steps or found
 
     def step(self) -> int:
         """The learner's last step by its metrics; 0 before the first."""

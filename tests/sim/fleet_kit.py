@@ -34,6 +34,7 @@ from echo2_node.learner import checkpoints, export, tensorfile
 from echo2_node.learner.daemon import run_learner
 from echo2_node.learner.keeper import Keeper
 from echo2_node.learner.ledger import Ledger
+from echo2_node.learner.patching import Patcher
 from echo2_node.learner.port import Exported, StepReport, TrainerInfo
 from echo2_node.scheduler import admission, events, records
 from echo2_node.scheduler.groups import Phase
@@ -99,6 +100,7 @@ class SimTrainer:
         self._world = world
         self._model = Path(config.model.path)
         self._store = ChunkStore(store_dir, None)
+        self._patcher = Patcher(self._store, steps_max=config.weights.patch_steps_max)
         self._state = b"untrained"
         step = 0
         if resume_from is not None:
@@ -139,11 +141,14 @@ class SimTrainer:
             )
             for index in range(TENSORS)
         )
-        section = export.write_chunks(entries, self._store, chunk_size_bytes)
+        self._patcher.begin()
+        section = export.write_chunks(entries, self._store, chunk_size_bytes, self._patcher.take)
+        patches = self._patcher.finish(version, section.chunks, section.state_digest)
         files = export.travelling_files(self._model)
         return Exported(
             version=version,
             chunks=section.chunks,
+            patches=patches,
             tensors=section.tensors,
             tied=(),
             files=export.write_files(files, self._store, chunk_size_bytes),
@@ -158,9 +163,11 @@ class SimTrainer:
         )
 
     def _tensor(self, index):
-        """The first tensor never changes, as frozen ones do not."""
-        seed = b"frozen" if index == 0 else self._state + bytes([index])
-        return memoryview(blake3.blake3(seed).digest(length=TENSOR_SIZE_BYTES))
+        """The first tensor never changes, as frozen ones do not; a step changes few weights."""
+        whole = bytearray(blake3.blake3(bytes([index])).digest(length=TENSOR_SIZE_BYTES))
+        if index:
+            whole[:64] = blake3.blake3(self._state + bytes([index])).digest(length=64)
+        return memoryview(whole)
 
     async def save(self, folder, *, step):
         await trio.sleep(self._world.save_s)
@@ -353,8 +360,16 @@ class World:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def metrics(self, name="learner"):
+        """Whole lines of an actor's file; a learner's steps, without its events."""
         lines = (self._state_dir(name) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in lines]
+        return [line for line in found if "step" in line] if name == "learner" else found
+
+    def spreads(self):
+        """How long the learner says its versions took to every actor."""
+        lines = (self._state_dir("learner") / "metrics.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        return [line for line in found if line.get("event") == "disseminated"]
 
     @asynccontextmanager
     async def ledger(self):
@@ -510,6 +525,7 @@ def make_config(model, **changes):
         },
         "staleness": {"limit_steps": 2},
         "learner": {"checkpoint_every_steps": 2},
+        "weights": {},
     }
     for name, value in changes.items():
         section = next(s for s, keys in _SETTINGS.items() if name in keys)
@@ -522,6 +538,7 @@ _SETTINGS = {
     "rollout": {"groups_per_step", "group_size", "tokens_max", "lease_ttl_s"},
     "staleness": {"limit_steps", "publish_every_steps", "policy"},
     "learner": {"checkpoint_every_steps"},
+    "weights": {"patch_steps_max", "versions_kept", "full_disk_wait_s"},
 }
 
 

@@ -299,3 +299,37 @@ def test_a_name_of_another_length_is_no_blob(store):
     (store.folder / ("AB " * 21 + "a")).write_text("64 characters, not a digest")
     assert ChunkStore(store.folder).used_bytes == 0
     assert not store.has(Digest(b""))
+
+
+def test_an_unverified_view_gives_what_lies_there_and_nothing_where_nothing_does(tmp_path):
+    store = ChunkStore(tmp_path)
+    ref = store.add(ChunkKind.FULL, b"as it was")
+    store.path(ref.digest).write_bytes(b"damaged!!")
+    with store.view_unverified(ref.digest) as view:
+        assert bytes(view) == b"damaged!!"
+    store.remove(ref.digest)
+    with pytest.raises(KeyError), store.view_unverified(ref.digest):
+        pass
+
+
+def test_what_another_process_stored_counts_towards_the_quota(tmp_path):
+    store = ChunkStore(tmp_path, 3000)
+    old = store.add(ChunkKind.FULL, b"o" * 1000)
+    os.utime(store.path(old.digest), ns=(1, 1))
+    other = ChunkStore(tmp_path, None)
+    for letter in b"abc":
+        other.add(ChunkKind.FULL, bytes([letter]) * 1000)
+    store.landed(3000)
+    assert store.used_bytes <= 3000
+    assert not store.has(old.digest)
+
+
+def test_many_are_removed_at_once_the_pinned_excepted(tmp_path):
+    store = ChunkStore(tmp_path)
+    refs = [store.add(ChunkKind.FULL, bytes([i]) * 10) for i in range(3)]
+    store.pin("somebody", {refs[1].digest})
+    assert store.pinned() == {refs[1].digest}
+    store.remove_all([ref.digest for ref in refs])
+    assert [store.has(ref.digest) for ref in refs] == [False, True, False]
+    assert store.last_used_ns(refs[0].digest) == 0
+    assert store.last_used_ns(refs[1].digest) > 0

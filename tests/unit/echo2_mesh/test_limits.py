@@ -25,7 +25,7 @@ def test_every_limit_is_a_positive_number(name):
         ("GOSSIP_SIZE_BYTES_MAX", "2 * MIB"),
         ("INLINE_PAYLOAD_SIZE_BYTES_MAX", "96 * KIB"),
         ("CHUNK_SIZE_BYTES_DEFAULT", "32 * MIB"),
-        ("FETCH_IN_FLIGHT_PER_PEER_MAX", "9"),
+        ("FETCH_IN_FLIGHT_PER_PEER_MAX", "65"),
         ("CONNECTIONS_LOW_WATERMARK", "200"),
         ("TICKET_CHARACTERS_MAX", "4096"),
     ],

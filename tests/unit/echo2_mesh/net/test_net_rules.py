@@ -19,8 +19,24 @@ from echo2_mesh.net.discovery import KEY_PREFIX, LocalFinds, key_of
 from echo2_mesh.net.libp2p_carrier import split_bootstrap
 
 
+class Direct:
+    """Stands for a connection that no relay carries."""
+
+    def get_remote_address(self) -> tuple[str, int]:
+        return "192.0.2.1", 4001
+
+
+class Relayed:
+    """Stands for a connection over a relay: there is no address behind it."""
+
+    def get_remote_address(self) -> None:
+        return None
+
+
 class Pipe:
     """A stream that gives back what was written to it, a few bytes at a time."""
+
+    muxed_conn: Direct | Relayed = Direct()
 
     def __init__(self, incoming: bytes = b"", step_bytes: int = 3) -> None:
         self.incoming = bytearray(incoming)
@@ -177,13 +193,20 @@ async def test_a_peer_that_does_not_speak_the_protocol_is_a_peer_error() -> None
         await streams.wait_agreed(pipe, "/x/1")
 
 
-async def test_a_write_that_nobody_takes_is_a_dead_connection(autojump_clock: object) -> None:
+@pytest.mark.parametrize(("connection", "patience"), [(Direct(), 1), (Relayed(), 4)])
+async def test_a_write_that_nobody_takes_is_a_dead_connection(
+    autojump_clock: object, connection: Direct | Relayed, patience: int
+) -> None:
     class Full(Pipe):
+        muxed_conn = connection
+
         async def write(self, data: bytes) -> None:
             await trio.sleep_forever()
 
+    started_s = trio.current_time()
     with pytest.raises(streams.DeadConnection):
         await streams.write(Full(), b"x")
+    assert trio.current_time() - started_s == pytest.approx(patience * streams.WRITE_TIMEOUT_S)
 
 
 class _Service:
