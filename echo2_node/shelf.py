@@ -131,7 +131,18 @@ def _finding(store_dir: Path, known: KnownVersion, checked: dict[Digest, str]) -
             missing=(known.manifest,) if gone else (),
             damaged=() if gone else (known.manifest,),
         )
-    manifest = read_manifest(store_dir, digest)
+    try:
+        manifest = read_manifest(store_dir, digest)
+    except UsageError:
+        # It hashes right and is no manifest: the list names what it should not.
+        return Finding(
+            version=known.version,
+            manifest=known.manifest,
+            state="damaged",
+            blobs=1,
+            size_bytes=0,
+            damaged=(known.manifest,),
+        )
     needed = {ref.digest: ref for ref in _needed(manifest)}
     patches = (chunk.ref for patch in manifest.patches for chunk in patch.chunks)
     optional = {ref.digest: ref for ref in patches if _size(store_dir, ref) is not None}
@@ -174,8 +185,8 @@ def write_folder(manifest: Manifest, store_dir: Path, folder: Path) -> int:
             with _replacing(folder / file.name) as target:
                 _copy(file.chunks, manifest, store_dir, target)
         with _replacing(folder / _MODEL) as target:
-            tensors = ((t.name, t.dtype, t.shape, t.size_bytes) for t in manifest.tensors)
-            target.write(header_bytes(tensors))
+            tensors = sorted(manifest.tensors, key=lambda tensor: tensor.offset_bytes)
+            target.write(header_bytes((t.name, t.dtype, t.shape, t.size_bytes) for t in tensors))
             _copy(manifest.chunks, manifest, store_dir, target)
     except (OSError, LocalError) as error:
         if new:

@@ -5,6 +5,7 @@ Works beside a running node and on a stopped one alike, and changes nothing ther
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from datetime import datetime
@@ -138,7 +139,6 @@ def _table(versions: tuple[KnownVersion, ...], whole: set[int]) -> Any:
     for known in versions:
         step = max(known.patches, key=lambda patch: patch.base, default=None)
         ratio = known.size_bytes / step.size_bytes if step and step.size_bytes else None
-        made = datetime.fromtimestamp(known.created_unix_ms / 1000)
         table.add_row(
             str(known.version),
             size_words(known.size_bytes),
@@ -146,10 +146,17 @@ def _table(versions: tuple[KnownVersion, ...], whole: set[int]) -> Any:
             f"{ratio:.0f}x" if ratio else "-",
             str(step.base) if step else "",
             known.manifest[:8],
-            f"{made:%Y-%m-%d %H:%M:%S}" if known.created_unix_ms else "",
+            _moment(known.created_unix_ms),
             "complete" if known.version in whole else "",
         )
     return table
+
+
+def _moment(unix_ms: int) -> str:
+    """Empty where the learner's clock said something that is no date."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}" if unix_ms else ""
+    return ""
 
 
 def _sentence(finding: Finding) -> str:

@@ -55,8 +55,8 @@ def _check_tensors(manifest: Manifest) -> None:
             raise PeerError(f"Manifest: tensor '{span.name}' has unknown dtype '{span.dtype}'.")
         if prod(span.shape) * element_bytes != span.size_bytes:
             raise PeerError(f"Manifest: tensor '{span.name}' does not have the size of its shape.")
-        if span.offset_bytes < end_bytes:
-            raise PeerError(f"Manifest: tensor '{span.name}' overlaps another.")
+        if span.offset_bytes != end_bytes:
+            raise PeerError(f"Manifest: tensor '{span.name}' overlaps another or leaves a hole.")
         end_bytes = span.offset_bytes + span.size_bytes
     if len({span.name for span in manifest.tensors}) != len(manifest.tensors):
         raise PeerError("Manifest: two tensors have one name.")

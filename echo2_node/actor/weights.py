@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -138,7 +139,9 @@ class Weights:
     def trusts(self, segments: Iterable[VersionSpan]) -> bool:
         """False where tokens were drawn by weights that were refused or, later, gone back from."""
         versions = [span.version for span in segments]
-        return versions == sorted(versions) and not set(versions) & set(self._refused)
+        # A version twice was refused once and taken later: some of its tokens are of the first try.
+        rising = all(before < after for before, after in pairwise(versions))
+        return rising and not set(versions) & set(self._refused)
 
     async def follow(self, engine: EnginePort) -> None:
         """Install every newer version on `engine` until cancelled.
@@ -180,7 +183,8 @@ class Weights:
             return self._failed(target, error)
         proof = _proof(target, report, engine)
         if not proof.matches:
-            self._refused.append(target.version)
+            if target.version not in self._refused:
+                self._refused.append(target.version)
             self.installed = None
             self._failed(
                 target,

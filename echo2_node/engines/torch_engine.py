@@ -189,7 +189,12 @@ class TorchEngine:
         if changes is None:
             return None
         pairs = self._model.pairs(manifest)
-        return prepare_flip(pairs, changes, base=base, digest=digest, manifest=manifest)
+        try:
+            return prepare_flip(pairs, changes, base=base, digest=digest, manifest=manifest)
+        except torch.OutOfMemoryError:
+            # A whole install needs no room on the device beside the parameters.
+            self._last_flip = None
+            return None
 
     @torch.inference_mode()
     def install(self, manifest: Digest) -> InstallReport:

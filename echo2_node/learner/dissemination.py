@@ -1,7 +1,7 @@
 """How long versions take to every actor, as their heartbeats tell: what a capacity model reads.
 
 Pure: the loop says what was published and, twice a second, which version each actor runs. A time
-here is from the announcement to the learner's hearing of it, on the learner's clock alone.
+here is from the end of the export to the learner's hearing of it, on the learner's clock alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Dissemination:
         full_bytes: int,
         patch_bytes: int,
     ) -> None:
-        """`version` was announced while `actors` (node -> its version) were there."""
+        """`version` was exported while `actors` (node -> its version) were there."""
         self._open[version] = _Open(now_s, full_bytes, patch_bytes, set(actors))
         while len(self._open) > OPEN_MAX:
             del self._open[next(iter(self._open))]

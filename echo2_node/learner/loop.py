@@ -176,8 +176,6 @@ class Learner:
         return trio.current_time() - started_s
 
     async def _announce(self, exported: Exported) -> None:
-        await self._publisher.announce(exported)
-        self._announced.set()
         step = next((p for p in exported.patches if p.version == exported.version), None)
         self._dissemination.announced(
             exported.version,
@@ -186,6 +184,8 @@ class Learner:
             full_bytes=sum(chunk.size_bytes for chunk in exported.chunks),
             patch_bytes=sum(chunk.ref.size_bytes for chunk in step.chunks) if step else 0,
         )
+        await self._publisher.announce(exported)
+        self._announced.set()
         self._report()
 
     async def _save_if_due(self) -> None:

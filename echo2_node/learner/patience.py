@@ -34,7 +34,13 @@ class Patience:
         self._store = store
         self._wait_s = wait_s
         self._stopped = False
-        self.last_error = ""
+        self._held: dict[object, str] = {}
+        """What each call that waits now was told."""
+
+    @property
+    def last_error(self) -> str:
+        """Why something is waiting; empty while nothing is."""
+        return next(iter(self._held.values()), "")
 
     def stop(self) -> None:
         """The run is being stopped: whoever waits gives up at the next try."""
@@ -47,17 +53,18 @@ class Patience:
             DiskFull: still full after `wait_s`, or after `stop`.
         """
         began_s = trio.current_time()
-        while True:
-            try:
-                result = await call()
-            except DiskFull as error:
-                if self._stopped or trio.current_time() - began_s >= self._wait_s:
-                    raise
-                if not self.last_error:
-                    log.warning("disk full, waiting", reason=error.what)
-                self.last_error = str(error)
+        place = object()
+        try:
+            while True:
+                try:
+                    return await call()
+                except DiskFull as error:
+                    if self._stopped or trio.current_time() - began_s >= self._wait_s:
+                        raise
+                    if not self._held:
+                        log.warning("disk full, waiting", reason=error.what)
+                    self._held[place] = str(error)
                 await trio.to_thread.run_sync(self._store.trim)
                 await trio.sleep(RETRY_S)
-            else:
-                self.last_error = ""
-                return result
+        finally:
+            self._held.pop(place, None)

@@ -178,6 +178,8 @@ class Stepper:
             LocalError: the disk is full or the store cannot be written.
         """
         started_s = time.perf_counter()
+        # Before the patcher takes the version for published: an export that fails is made again.
+        files = export.write_files(self._files, self._store, self._chunk_size_bytes)
         self._patcher.begin()
         try:
             section = export.write_chunks(
@@ -186,7 +188,6 @@ class Stepper:
             patches = self._patcher.finish(version, section.chunks, section.state_digest)
         finally:
             self._patcher.drop()
-        files = export.write_files(self._files, self._store, self._chunk_size_bytes)
         positions = getattr(self.policy.model.config, "max_position_embeddings", None)
         ids = export.probe_tokens(self.policy.vocabulary, positions or export.PROBE_TOKENS)
         probe = Probe(

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -128,6 +129,28 @@ def test_the_log_names_every_version_with_its_sizes(run, node):
     assert (last["version"], last["complete"]) == (4, True)
     assert last["patches"] == [{"base": 3, "size_bytes": len(b"patch to 4")}]
     assert last["size_bytes"] == sum(c.size_bytes for c in node.manifests[4][0].chunks)
+
+
+def test_a_clock_that_says_no_date_spoils_no_table(run, node):
+    path = node.folder / VERSIONS_FILE
+    path.write_text(path.read_text() + path.read_text().splitlines()[-1].replace(
+        '"created_unix_ms":0', f'"created_unix_ms":{2**53}'
+    ) + "\n")  # fmt: skip
+    assert str(2**53) in path.read_text()
+    code, out, err = run("log", "--state-dir", node.folder)
+    assert (code, err) == (0, "")
+    assert "complete" in out
+
+
+def test_verify_reports_a_blob_that_is_no_manifest_and_goes_on(run, node):
+    path = node.folder / VERSIONS_FILE
+    other = node.store.add(ChunkKind.FULL, b"no manifest at all")
+    known = known_version(*reversed(node.manifests[3]), fetched_bytes=0)
+    append_version(path, msgspec.structs.replace(known, manifest=other.digest.hex()))
+    code, out, _ = run("verify", "--state-dir", node.folder)
+    assert code == 1
+    assert "version 3: damaged" in out
+    assert "version 4: complete" in out
 
 
 def test_verify_finds_nothing_wrong_and_touches_nothing(run, node):

@@ -68,6 +68,7 @@ async def test_a_version_that_fails_its_proof_is_left_for_the_one_before(autojum
             assert (await weights.wait_newer(0)) is one
         assert weights.trusts(spans(0, 1))
         assert not weights.trusts(spans(0, 1, 0)), "gone back from"
+        assert not weights.trusts(spans(1, 1)), "refused, then taken"
         await mesh.send.send(two)
         assert (await weights.wait_newer(1)) is two
 

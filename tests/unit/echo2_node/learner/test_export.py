@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echo2_mesh.chunks import ChunkStore
-from echo2_mesh.errors import LocalError
+from echo2_mesh.errors import DiskFull, LocalError
 from echo2_mesh.wire.messages import Manifest, TaskSpec
 from echo2_mesh.wire.types import Digest
-from echo2_node.learner import frames
+from echo2_node.learner import export, frames
 from echo2_node.learner.export import probe_tokens, write_chunks, write_files
 from echo2_node.learner.stepper import Stepper
 from echo2_node.learner.tensorfile import Entry
@@ -158,3 +158,22 @@ def test_a_trainer_s_versions_are_linked_by_patches_that_survive_the_pipe(folder
     blobs = [chunk.ref for patch in exported.patches for chunk in patch.chunks]
     assert blobs
     assert all(store.has(ref.digest) for ref in blobs)
+
+
+def test_an_export_that_failed_late_and_was_made_again_counts_once(folder, store, monkeypatch):
+    stepper = Stepper(run_config(folder, lr=1e-4), store, None)
+    stepper.export(0)
+    stepper.step(sampled_batch(stepper.policy.model, seed=1))
+
+    def full(*_):
+        raise DiskFull("The disk is full.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "write_files", full)
+        with pytest.raises(DiskFull):
+            stepper.export(1)
+    assert [(p.base, p.version) for p in stepper.export(1).patches] == [(0, 1)]
+    stepper.step(sampled_batch(stepper.policy.model, seed=2))
+    patches = stepper.export(2).patches
+    assert {(p.base, p.version) for p in patches} == {(1, 2), (0, 2), (0, 1)}
+    assert len({p.base_digest for p in patches}) == 2

@@ -57,9 +57,28 @@ async def test_it_has_an_end(autojump_clock, patience):
 
 
 async def test_a_run_that_is_being_stopped_waits_no_longer(autojump_clock, patience):
-    patience.stop()
-    with pytest.raises(DiskFull):
-        await patience.run(failing(1))
+    async with trio.open_nursery() as nursery:
+
+        async def wait():
+            with pytest.raises(DiskFull):
+                await patience.run(failing(1000))
+            assert trio.current_time() - began_s == pytest.approx(10.0)
+            assert patience.last_error == ""
+
+        began_s = trio.current_time()
+        nursery.start_soon(wait)
+        await trio.sleep(7)
+        assert patience.last_error
+        patience.stop()
+
+
+async def test_what_one_call_waits_for_is_told_though_another_got_through(autojump_clock, patience):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(patience.run, failing(3))
+        await trio.sleep(1)
+        assert await patience.run(failing(0)) == "done"
+        assert patience.last_error == "The disk of x is full. Free space there."
+    assert patience.last_error == ""
 
 
 async def test_other_failures_are_not_its_business(autojump_clock, patience):
