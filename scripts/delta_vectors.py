@@ -125,6 +125,7 @@ def _rejected() -> Iterator[tuple[str, bytes, bytes]]:
     yield "an unknown method", four, _record(5, 2, 8, b"")
     yield "items of three octets", four, _record(RAW, 3, 8, bytes(8))
     yield "half an item", four, _record(RAW, 2, 3, bytes(3)) + _record(RAW, 1, 5, bytes(5))
+    yield "a run of nothing", four, _record(SAME, 2, 0, b"") + _record(RAW, 2, 8, bytes(8))
     yield "unchanged, with a payload", four, _record(SAME, 2, 8, b"\0")
     yield "raw bytes too few", four, _record(RAW, 2, 8, bytes(7))
     yield "a number without end", four, b"\x22" + b"\x80" * 6 + b"\x00"

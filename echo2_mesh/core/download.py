@@ -152,7 +152,7 @@ class Download:
                 effects.append(Cancel(peer=flight.peer, digest=digest))
             first = target.index_of(digest)
             assert first is not None
-            target.arrived(first, now_s)
+            self._arrived(first, now_s)
 
     def give_up(self, effects: Effects) -> None:
         """Another version is fetched instead, or this one is complete."""
@@ -229,7 +229,12 @@ class Download:
                 target.manifest_wanted = False
                 effects.append(Look(version=target.version, manifest=target.manifest))
         elif (index := target.index_of(digest)) is not None:
-            target.arrived(index, now_s)
+            self._arrived(index, now_s)
+
+    def _arrived(self, index: int, now_s: float) -> None:
+        self.target.arrived(index, now_s)
+        if self._queues is not None:
+            self._queues.here(index)
 
     def refused(self, event: ChunkRefused, now_s: float, effects: Effects) -> None:
         """It was not delivered."""

@@ -41,7 +41,7 @@ class ManifestHere(Event, frozen=True, kw_only=True):
     """The manifest is in the store and in order: these are its blobs, `held` are here already.
 
     `wanted` are those that make the version complete here: the full chunks, or the patches that
-    lead to it from a version that is here; None is all of them.
+    lead to it from a version that is here; None is every data chunk and file.
     """
 
     manifest: Digest
@@ -51,7 +51,8 @@ class ManifestHere(Event, frozen=True, kw_only=True):
     needed: int | None = None
     """The first `needed` of `refs` (data and files, not patches) are the version: `Ready` comes
     when all of them are held, by being fetched or `Made`, and not before, because until then
-    `WantMore` may come. `PeerHas` of None means exactly these. None is all of `refs`."""
+    `WantMore` may come. `PeerHas` of None means exactly these. None: those before
+    the first patch."""
 
 
 class WantMore(Event, frozen=True, kw_only=True):
@@ -181,7 +182,7 @@ class Blame(Effect, frozen=True, kw_only=True):
 
 
 class Ready(Effect, frozen=True, kw_only=True):
-    """Every blob of this version is in the store, verified."""
+    """Every data chunk and file of this version is in the store, verified."""
 
     version: PolicyVersion
     manifest: ChunkRef

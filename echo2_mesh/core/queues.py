@@ -113,8 +113,8 @@ class Queues:
             self._stray(index, now_s)
 
     def stir(self) -> None:
-        """Time has passed: parents may be well again."""
-        self._awake.update(dict.fromkeys(self._queues))
+        """Time has passed: parents, and those asked in their place, may be well again."""
+        self._awake.update(dict.fromkeys((*self._queues, *self._strays)))
 
     def freed(self, flight: Flight, *, here: bool) -> None:
         """A question to a peer has ended."""
@@ -126,10 +126,14 @@ class Queues:
         if here:
             self.sources.at_a_loss = False
             self._delivered[flight.peer] += 1
-            self._tried.pop(index, None)
-            self._misses.pop(index, None)
-            self._stolen.discard(index)
-            self._stay(index)
+            self.here(index)
+
+    def here(self, index: int) -> None:
+        """The chunk is in the store, whoever it came from: it is in no book any more."""
+        self._tried.pop(index, None)
+        self._misses.pop(index, None)
+        self._stolen.discard(index)
+        self._stay(index)
 
     def _stay(self, index: int) -> None:
         """It is no stray any more."""
@@ -190,7 +194,8 @@ class Queues:
         else:
             self._stray(index, now_s)
         patience_s = self.waits.missing_s(self._target.ref(index))
-        if parent and now_s - (holder.missing_since_s or now_s) >= patience_s:
+        since_s = now_s if holder.missing_since_s is None else holder.missing_since_s
+        if parent and now_s - since_s >= patience_s:
             holder.pass_over(now_s, limits.MISSING_PATIENCE_S)
             self.forget(flight.peer, now_s)
 

@@ -27,27 +27,32 @@ COOL_FIRST_S = 0.25
 COOL_LONGEST_S = 15.0
 RESORT_INTERVAL_S = 0.5
 PACE_MEMORY = 0.7
-"""Weight of what was known of a peer's pace against one more chunk."""
+"""Weight of what was known of a peer's pace against one more silence as long as it."""
 PACE_JUMP_MAX = 4.0
-"""One chunk that was long waited for does not make a peer slow."""
+"""One silence, however long, does not make a peer slow."""
 LIES_OF_THE_LEARNER_MAX = 3
 """Only the learner has every chunk: what may be a fault of its disk is asked for again."""
 _HERE, _WANTED, _NEEDED = 1, 2, 4
 
 
 class Pace:
-    """Seconds that a byte takes to come, remembered over chunks and versions."""
+    """Seconds of silence for each byte of the chunk that ends it, over chunks and versions.
+
+    Chunks that land together share one silence, so each is weighed by its length: the estimate is
+    of what somebody sees who looks at any moment, not of what the mean chunk had before it.
+    """
 
     def __init__(self) -> None:
         self.s_per_byte: float | None = None
 
     def learn(self, seconds: float, size_bytes: int) -> None:
-        """One more chunk took so long."""
-        now = seconds / max(1, size_bytes)
-        old = self.s_per_byte
-        if old is not None:
-            now = min(now, PACE_JUMP_MAX * old)
-        self.s_per_byte = now if old is None else PACE_MEMORY * old + (1 - PACE_MEMORY) * now
+        """So long nothing came, then one more chunk."""
+        now, old = seconds / max(1, size_bytes), self.s_per_byte
+        if not old:
+            self.s_per_byte = now
+            return
+        now = min(now, PACE_JUMP_MAX * old)
+        self.s_per_byte = old + (1 - PACE_MEMORY) * min(1.0, now / old) * (now - old)
 
 
 class Holder:

@@ -96,13 +96,16 @@ def apply_chunk(base: Buffer, encoded: Buffer) -> Octets:
     """
     out: Octets = np.frombuffer(base, np.uint8).copy()
     fields = Fields(np.frombuffer(encoded, np.uint8).data)
-    start = 0
+    start = runs = 0
     while fields.left_bytes:
+        runs += 1
         tag, size_bytes, payload_size_bytes = fields.octet(), fields.varint(), fields.varint()
         method, item_bytes = tag & (1 << _METHOD_BITS) - 1, tag >> _METHOD_BITS
         payload = fields.take(payload_size_bytes)
         part = out[start : start + size_bytes]
         start += size_bytes
+        if not size_bytes or runs > limits.MANIFEST_TENSORS_MAX:
+            refuse("runs of nothing, or more of them than tensors")  # work without end
         if item_bytes not in _ITEM_TYPES or start > len(out) or size_bytes % item_bytes:
             refuse(f"a run of {size_bytes} bytes in a chunk of {len(out)}")
         _apply_run(part.view(_ITEM_TYPES[item_bytes]), method, payload)

@@ -36,7 +36,7 @@ from echo2_mesh.wire.types import ChunkKind, Digest, NodeId, PolicyVersion
 
 LEARNER = NodeId("learner")
 PEERS = [LEARNER, *(NodeId(f"peer-{i}") for i in range(5))]
-ME, OTHERS = NodeId("me"), [NodeId(f"seat-{i}") for i in range(12)]
+ME, OTHERS = NodeId("me"), [NodeId(f"seat-{i}") for i in range(34)]
 NEEDED, BLOBS = 8, 12
 """Data chunks, and all blobs: the last are pieces of a patch."""
 
@@ -167,7 +167,8 @@ class FetchWorld(RuleBasedStateMachine):
         self.tell(PeerHas(peer=peer, manifest=manifest, indices=indices))
 
     @rule(
-        seats=st.lists(st.sampled_from(OTHERS + PEERS), max_size=18),
+        seats=st.lists(st.sampled_from(OTHERS + PEERS), max_size=18)
+        | st.just(OTHERS + PEERS),  # so many that not everybody is a parent of everybody
         rates=st.sampled_from(((0.0,), (1e6,), (1e5, 1e6, 1e7))),
     )
     def some_take_part(self, seats, rates):
@@ -202,6 +203,14 @@ class FetchWorld(RuleBasedStateMachine):
         peer, chunk = self.pick(data)
         self.stored.add(chunk.digest)
         self.tell(ChunkArrived(peer=peer, digest=chunk.digest))
+
+    @precondition(lambda self: self.machine.target and self.machine.target.refs)
+    @rule(index=st.integers(0, BLOBS - 1), peer=st.sampled_from(PEERS))
+    def a_chunk_arrives_of_a_question_that_was_cancelled(self, index, peer):
+        digest = self.machine.target.refs[index].digest
+        self.stored.add(digest)
+        self.flights.pop(digest, None)
+        self.tell(ChunkArrived(peer=peer, digest=digest))
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), fault=st.sampled_from(Fault))
@@ -248,7 +257,7 @@ class FetchWorld(RuleBasedStateMachine):
             self.a_peer_leaves(peer)
         self.connected.add(honest)
         self.tell(PeerUp(peer=honest))
-        for _ in range(6000):
+        for turn in range(6000):
             if self.pending is not None:
                 self.answer_look()
             target = self.machine.target
@@ -267,7 +276,8 @@ class FetchWorld(RuleBasedStateMachine):
                     self.stored.add(digest)
                     self.tell(ChunkArrived(peer=peer, digest=digest))
                 else:
-                    self.tell(ChunkRefused(peer=peer, digest=digest, fault=Fault.BROKEN))
+                    fault = (Fault.BROKEN, Fault.BUSY, Fault.MISSING)[turn // 3 % 3]
+                    self.tell(ChunkRefused(peer=peer, digest=digest, fault=fault))
             self.now_s += 0.5
             self.tell(Woke(key="fetch"))
         assert self.ready, "an honest holder was there and nothing became ready"

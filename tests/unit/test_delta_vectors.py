@@ -179,6 +179,7 @@ def read_slowly(base, encoded):
         payload = reader.take(reader.varint())
         method, width = tag & 7, tag >> 3
         must(width in (1, 2, 4))
+        must(size > 0)
         must(size % width == 0)
         must(at + size <= len(base))
         old = base[at : at + size]

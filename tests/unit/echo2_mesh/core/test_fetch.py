@@ -478,3 +478,66 @@ def test_a_plan_made_before_the_others_came_is_made_anew():
     assert len(asks) == 2, "who knows nobody does not burden the learner much"
     effects = machine.handle(Seated(seats=tuple(Seat(node=node) for node in FLEET)), 0.5)
     assert len({ask.peer for ask in of(Ask, effects)}) == len(FLEET) - 1
+
+
+def test_whoever_was_busy_in_place_of_a_parent_is_asked_again():
+    """In a large fleet the nodes asked around a lost parent are no parents of this one."""
+    nodes = [NodeId(f"node-{i:02}") for i in range(60)]
+    seats = tuple(Seat(node=node, uplink_bytes_per_s=1e6) for node in nodes)
+    me, count = nodes[7], 200
+    forest = plan(seats, LEARNER)
+    lost = {p for i in range(count) if (p := forest.parent_of(me, i)) not in (LEARNER, me)}
+    lost = set(sorted(lost)[:4])
+    machine, chance, now_s = Fetch(LEARNER, Random(5), me), Random(6), 0.0
+    effects = [*machine.handle(Seated(seats=seats), now_s)]
+    for node in (LEARNER, *nodes):
+        if node != me:
+            effects += machine.handle(PeerUp(peer=node), now_s)
+    effects += machine.handle(announced(0), now_s)
+    effects += machine.handle(here(count), now_s)
+    ready = False
+    while not ready and now_s < 60.0:
+        asks, effects = of(Ask, effects), []
+        for ask in asks:
+            if ask.peer in lost:
+                event = refused(ask, Fault.BROKEN)
+            elif ask.peer != LEARNER and chance.random() < 0.5:
+                event = refused(ask, Fault.BUSY)
+            else:
+                event = arrived(ask)
+            effects += machine.handle(event, now_s)
+        now_s += 0.25
+        effects += machine.handle(WAKE, now_s)
+        ready = bool(of(Ready, effects))
+    assert ready, f"{machine.target.missing} chunks still missing after {now_s} s"
+
+
+def test_a_chunk_that_comes_of_itself_is_in_no_book_any_more():
+    """What strays around a lost parent is bounded: a place that nobody frees is lost for ever."""
+    nodes = [NodeId(f"node-{i:02}") for i in range(12)]
+    seats = tuple(Seat(node=node, uplink_bytes_per_s=1e6) for node in nodes)
+    me, count = nodes[3], 100
+    forest = plan(seats, LEARNER)
+    gone = next(p for i in range(count) if (p := forest.parent_of(me, i)) not in (LEARNER, me))
+    machine = Fetch(LEARNER, Random(5), me)
+    machine.handle(Seated(seats=seats), 0.0)
+    for node in (LEARNER, *nodes):
+        if node not in (me, gone):
+            machine.handle(PeerUp(peer=node), 0.0)
+    machine.handle(announced(0), 0.0)
+    asks = of(Ask, machine.handle(here(count), 0.0))
+    lost = [ask for ask in asks if ask.peer == gone]
+    assert lost
+    for ask in lost:
+        asks += of(Ask, machine.handle(refused(ask, Fault.BROKEN), 0.0))
+    queues = machine._download._queues
+    assert queues.loose
+    for index in [*queues._astray]:
+        digest = refs(count)[index].digest
+        for ask in asks:
+            if ask.ref.digest == digest and ask.peer != gone:
+                machine.handle(refused(ask, Fault.BROKEN), 0.0)
+        made = Made(manifest=manifest(0).digest, indices=frozenset((index,)))
+        machine.handle(made, 0.0)
+        assert index not in queues._astray
+        assert index not in queues._tried
