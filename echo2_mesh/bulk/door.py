@@ -23,6 +23,7 @@ from echo2_mesh.bulk.words import Place
 from echo2_mesh.wire.types import NodeId
 
 ACCEPTS_PER_TURN = 16
+ACCEPT_PAUSE_S = 0.1
 HANDSHAKE_READ_BYTES = 16 * 1024
 PUNCH_INTERVAL_S = 0.2
 PUNCH_CONNECT_TIMEOUT_S = 1.2
@@ -96,7 +97,13 @@ class Door:
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, name = listener.accept()
+            except BlockingIOError:
+                return
             except OSError:
+                # No descriptor is left: the listener stays readable, so look again later.
+                self.loop.forget(listener)
+                again = partial(self.loop.watch, listener, READ, partial(self._accept, listener))
+                self.loop.after(ACCEPT_PAUSE_S, again)
                 return
             address, port = str(name[0]), int(name[1])
             attempt = self._punching.get((address, port))

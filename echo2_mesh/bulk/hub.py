@@ -258,6 +258,8 @@ class Hub:
             del self._waiters[digest]
         if alive:
             self.seek(waiter.lane, waiter.number, waiter.owed, 0.0)
+        else:
+            waiter.lane.deny(waiter.number, Status.MISSING)
 
     def expect(self, digests: frozenset[Digest]) -> None:
         self._expected = digests

@@ -49,6 +49,8 @@ class Lane:
         self._tls = tls
         self._next = 1
         self._owed: dict[int, Owed] = {}
+        self._called_off: set[int] = set()
+        """Cancelled while the hub still seeks the blob: work that counts until it has ended."""
         self._answers: deque[tuple[int, memoryview]] = deque()
         self._sending: Sending | None = None
         self._control = bytearray()
@@ -98,11 +100,13 @@ class Lane:
         if number in self._owed:
             self._answers.append((number, view))
             self._settle()
+        self._called_off.discard(number)
 
     def deny(self, number: int, status: Status) -> None:
         """Answer an ask without one."""
         if self._owed.pop(number, None) is not None:
             self._say(frames.answer(number, status))
+        self._called_off.discard(number)
 
     def waits(self, number: int) -> bool:
         """The peer still waits for this answer."""
@@ -301,28 +305,36 @@ class Lane:
             case Kind.DATA:
                 self._on_data(frame)
             case Kind.CANCEL:
-                self._owed.pop(frame.request, None)
-                if self._sending is not None and self._sending.number == frame.request:
-                    self._sending = None
+                self._on_cancel(frame.request)
             case _:
                 raise IllegalFrame(f"a frame of kind {frame.kind}")
 
     def _on_ask(self, frame: Frame) -> None:
         self.used_s = self._hub.loop.now_s
         number = frame.request
-        if number in self._owed:
+        if number in self._owed or number in self._called_off:
             raise IllegalFrame("a request number that is in use")
         if frame.size_bytes > limits.CHUNK_SIZE_BYTES_MAX or (
             frame.blob_kind >= len(frames.BLOB_KINDS)
         ):
             self._control += frames.answer(number, Status.ILLEGAL)
-        elif len(self._owed) >= limits.LANE_ASKS_MAX:
+        elif len(self._owed) + len(self._called_off) >= limits.LANE_ASKS_MAX:
             self._hub.counters["busy_blobs"] += 1
             self._control += frames.answer(number, Status.BUSY)
         else:
             self._owed[number] = Owed(Digest(frame.digest), frame.size_bytes, frame.blob_kind)
             wait_s = min(frame.wait_ms / 1000, limits.BLOB_TIMEOUT_S)
             self._hub.seek(self, number, self._owed[number], wait_s)
+
+    def _on_cancel(self, number: int) -> None:
+        if self._owed.pop(number, None) is None:
+            return
+        if self._sending is not None and self._sending.number == number:
+            self._sending = None
+        elif any(answer[0] == number for answer in self._answers):
+            self._answers = deque(answer for answer in self._answers if answer[0] != number)
+        else:
+            self._called_off.add(number)
 
     def _on_answer(self, frame: Frame) -> None:
         wanted = self._asked_for(frame.request)

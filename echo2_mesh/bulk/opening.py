@@ -86,7 +86,11 @@ class Opening:
             return
         self.connecting = True
         self._timer = self._door.loop.after(timeout_s, lambda: self.close("no answer"))
-        code = self._sock.connect_ex(place)
+        try:
+            code = self._sock.connect_ex(place)
+        except (OSError, ValueError, TypeError) as error:  # no address after all
+            self.close(str(error))
+            return
         if code not in _UNDER_WAY:
             self.close(_words(code))
             return
@@ -124,6 +128,9 @@ class Opening:
         self.attempt = attempt
         attempt.openings.append(self)
         self._door.loop.forget(self._sock)
+        # Whoever began as a stranger proves itself anew: certificate, greeting and all.
+        self._shaken = False
+        self._greeting.clear()
         self.shake(server=attempt.server)
 
     def _on_event(self, mask: int) -> None:

@@ -34,8 +34,6 @@ WORKERS_MAX = 4
 WAITING_MAX = 256
 """Asks that wait for a blob which this node is about to have."""
 WAIT_S_MAX = limits.BLOB_TIMEOUT_S / 2
-TRIM_EVERY_BYTES = 64 * limits.MIB
-"""After so much was written by the bulk process the store's quota is looked at."""
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -89,7 +87,6 @@ class Blobs:
         self._traffic = traffic or Traffic()
         self._serving = 0
         self._waiting = 0
-        self._untrimmed_bytes = 0
         self._expected: frozenset[Digest] = frozenset()
         self._awaited: dict[Digest, trio.Event] = {}
         carrier.serve(BLOB_PROTOCOL, self._serve, request_bytes_max=REQUEST_BYTES_MAX)
@@ -146,10 +143,7 @@ class Blobs:
             self._guard.counters["bulk_fallbacks"] += large
             return False
         self._wake((ref.digest,))
-        self._untrimmed_bytes += ref.size_bytes
-        if self._untrimmed_bytes > TRIM_EVERY_BYTES:
-            self._untrimmed_bytes = 0
-            await self._workers.run(self._store.trim)
+        await self._workers.run(self._store.landed, ref.size_bytes)
         return True
 
     async def _over_the_carrier(
@@ -174,11 +168,11 @@ class Blobs:
         if reply is None:
             raise BlobFault(f"{name}: nothing in {timeout_s:g} s.", Fault.LATE)
         match reply[:1]:
-            case b"\x00":
+            case status if status == HERE:
                 pass
-            case b"\x01":
+            case status if status == MISSING:
                 raise BlobFault(f"{name}: it is not there.", Fault.MISSING)
-            case b"\x02":
+            case status if status == BUSY:
                 raise BlobFault(f"{name}: the peer is busy.", Fault.BUSY)
             case _:
                 raise BlobFault(f"{name}: an illegal reply.", Fault.LIED)
@@ -248,7 +242,7 @@ class Blobs:
                 return
             with trio.move_on_after(min(wait_s, limits.LANE_UNEXPECTED_WAIT_S)):
                 await landed.wait()
-            with trio.move_on_after(wait_s - limits.LANE_UNEXPECTED_WAIT_S):
+            with trio.move_on_after(max(0.0, wait_s - limits.LANE_UNEXPECTED_WAIT_S)):
                 if not landed.is_set() and digest in self._expected:
                     await landed.wait()
         finally:

@@ -267,6 +267,9 @@ class Following:
 
     async def _follow(self, version: PolicyVersion, ref: ChunkRef, manifest: Manifest) -> None:
         """Choose the route to a version whose manifest is in order, and set everybody to work."""
+        target = self._fetch.target
+        if target is None or target.manifest.digest != ref.digest:
+            return  # dropped for a newer one while its manifest was read
         if self._reading is not None and self._reading.ref != ref:
             # Dropped for a newer one: what it left behind may go unless that needs it.
             self._shelf.retire(blob.digest for blob in (self._reading.ref, *self._reading.refs))
@@ -381,6 +384,7 @@ class Following:
         self._rebuilding.forget()
         self._shelf.add(ref, reading.manifest)
         self._store.unpin("fetching")
+        self._blobs.expect(())
         fetched_bytes = ready.fetched_full_bytes + ready.fetched_patch_bytes
         self._nursery.start_soon(self._keep, ref, reading.manifest, fetched_bytes)
         with contextlib.suppress(trio.WouldBlock):

@@ -31,11 +31,13 @@ def places_of(addresses: Sequence[str]) -> tuple[words.Place, ...]:
         if len(parts) != 5 or parts[0] or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp":
             continue
         try:
-            ip, port = str(ipaddress.ip_address(parts[2])), int(parts[4])
+            ip, port = ipaddress.ip_address(parts[2]), int(parts[4])
         except ValueError:
             continue
-        if 0 <= port < 65536:
-            found.append((ip, port))
+        # A scope is an interface of the host that wrote it, and would be looked up here.
+        scoped = getattr(ip, "scope_id", None) is not None
+        if 0 <= port < 65536 and parts[1] == f"ip{ip.version}" and not scoped:
+            found.append((str(ip), port))
     return tuple(found)[: limits.LANE_PLACES_MAX]
 
 

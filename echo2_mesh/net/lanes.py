@@ -237,8 +237,10 @@ class Lanes:
 
     async def _try_once_more(self, node: NodeId, peer: _Peer, way: LaneWay) -> None:
         try:
-            await self._try(way, node, peer)
-        except (PeerError, Lost):
+            refused = await self._try(way, node, peer)
+        except (PeerError, UsageError, Lost) as error:
+            refused = str(error)
+        if refused:
             peer.best = None  # one lane must do
 
     async def _try_all(self, node: NodeId, peer: _Peer) -> None:

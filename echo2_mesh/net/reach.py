@@ -176,11 +176,14 @@ class Reaching:
             self._guard.counters["reach_unanswered"] += 1
             await self._driver.post(Unanswered(node=node))
             return
+        # Where it says that it came through must be where it sees us, at a port that we listen on.
+        seen, ports = _ip(answer.observed), {_port(text) for text in own}
+        reached = [p for p in answer.reached if seen and _ip(p) == seen and _port(p) in ports]
         await self._driver.post(
             Answered(
                 node=node,
                 observed=answer.observed,
-                reached=answer.reached[: limits.DIAL_BACK_ADDRESSES_MAX],
+                reached=tuple(reached[: limits.DIAL_BACK_ADDRESSES_MAX]),
                 kept=self._kept(node, answer.observed),
                 tried=answer.tried,
                 foreign=_ip(answer.observed) not in own_ips(),

@@ -233,4 +233,5 @@ async def test_a_bulk_port_that_is_taken_is_said_at_once(tmp_path):
 
 def test_only_plain_addresses_are_dialled():
     given = ("/ip4/192.0.2.1/tcp/9", "/ip6/::1/tcp/7", "/dns4/a/tcp/1", "/ip4/1/tcp/2", "x", "")
+    given += ("/ip6/fe80::1%eth0/tcp/9", "/ip4/::1/tcp/9", "/ip6/192.0.2.1/tcp/9")
     assert places_of(given) == (("192.0.2.1", 9), ("::1", 7))

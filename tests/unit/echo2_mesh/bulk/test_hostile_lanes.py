@@ -1,5 +1,6 @@
 """Strangers and bad peers on the bulk port: refused, counted, and nobody else is hurt."""
 
+import contextlib
 import os
 import socket
 import ssl
@@ -10,10 +11,34 @@ import pytest
 
 from echo2_mesh import limits
 from echo2_mesh.bulk import frames, words
+from echo2_mesh.bulk.certificate import make_contexts
 from echo2_mesh.bulk.frames import Kind, Status
 from tests.bulk_kit import BulkNode, RawClient
 
 BLOB = os.urandom(300_000)
+
+
+class Wire:
+    """TLS over a socket that somebody else has used before."""
+
+    def __init__(self, sock, context, *, server_side):
+        self.sock, self.incoming, self.outgoing = sock, ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
+
+    def shake(self):
+        while True:
+            try:
+                self.tls.do_handshake()
+                return self.sock.sendall(self.outgoing.read())
+            except ssl.SSLWantReadError:
+                self.sock.sendall(self.outgoing.read())
+                if not (data := self.sock.recv(65536)):
+                    raise EOFError from None
+                self.incoming.write(data)
+
+    def write(self, data):
+        self.tls.write(data)
+        self.sock.sendall(self.outgoing.read())
 
 
 @pytest.fixture
@@ -199,3 +224,65 @@ def test_a_peer_that_sends_what_nobody_asked_for_is_cut_off(served, tmp_path, mo
         client.send((frames.data(asked.request, len(piece)) + piece) * 200)
     assert a.count("illegal_lanes") == 1
     client.close()
+
+
+def test_cancelled_asks_count_until_the_work_on_them_has_ended(served, member):
+    count = limits.LANE_ASKS_MAX
+    for number in range(1, count + 1):
+        member.send(frames.ask(number, number.to_bytes(32, "big"), 5, 30.0))
+        member.send(frames.cancel(number))
+    member.send(frames.ask(count + 1, b"?" * 32, 5, 30.0))
+    answer = member.frame()
+    assert (answer.status, answer.request) == (Status.BUSY, count + 1)
+    # After a second the hub has seen that nobody waits: there is room again.
+    until_s = time.monotonic() + 10
+    number = count + 1
+    while answer.status == Status.BUSY and time.monotonic() < until_s:
+        time.sleep(0.1)
+        number += 1
+        member.send(frames.ask(number, b"?" * 32, 5, 0.0))
+        answer = member.frame()
+    assert (answer.status, answer.request) == (Status.MISSING, number)
+
+
+def test_a_cancelled_ask_s_number_is_not_taken_again_while_it_is_sought(served, member):
+    member.send(frames.ask(1, b"d" * 32, 5, 30.0) + frames.cancel(1))
+    member.send(frames.ask(1, b"e" * 32, 5, 30.0))
+    assert member.is_cut()
+
+
+@pytest.mark.parametrize(
+    "place", [("fe80::1%zz9", 9), ("::1%nowhere", 9), ("no address", 9), ("::1\0", 9)]
+)
+def test_a_place_that_is_none_fails_its_dial_alone(served, place):
+    a, b = served
+    assert b.dial(a, a.admit(b), places=(place,))
+
+
+def test_whoever_shook_hands_as_a_stranger_proves_itself_anew_when_it_is_punched_to(served):
+    """One that holds the place of a peer, as behind the same NAT, is not that peer."""
+    a, b = served
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(a.address.places[0], timeout=5) as sock:
+        as_client = Wire(sock, context, server_side=False)
+        as_client.shake()
+        a.number += 1
+        a.say(
+            words.Punch(
+                attempt=a.number,
+                peer=b.node,
+                places=(sock.getsockname(),),
+                server=False,
+                certificate=b.address.certificate,
+                token=bytes(32),
+                timeout_s=2.0,
+            )
+        )
+        server, _, _ = make_contexts()
+        as_server = Wire(sock, server, server_side=True)
+        with contextlib.suppress(ssl.SSLError, OSError, EOFError):
+            as_server.shake()
+            as_server.write(frames.HELLO)
+        assert a.hear(words.Reached).why, "it became a lane"
+    assert a.count("wrong_certificates") == 1

@@ -133,3 +133,14 @@ def test_traffic_forgets_the_peer_that_was_silent_longest(monkeypatch):
         traffic.count(identity_of(name).node, ChunkKind.PATCH, in_bytes=1)
     assert set(traffic.peers()) == {identity_of("a").node, identity_of("c").node}
     assert traffic.kinds() == {ChunkKind.PATCH: Flow(in_bytes=4)}
+
+
+@pytest.mark.parametrize("wait_s", [0.001, 0.5, 0.999])
+async def test_an_ask_that_waits_less_than_a_second_is_answered_and_harms_nobody(
+    kit, autojump_clock, wait_s
+):
+    wire, _, blobs, _ = kit
+    blobs.expect([REF.digest])
+    began_s = trio.current_time()
+    assert await wire.serve_blob(PEER, ask(wait_s=wait_s)) == MISSING
+    assert trio.current_time() - began_s == pytest.approx(wait_s, abs=0.01)
