@@ -3,8 +3,8 @@
 A frame is a 4-byte big-endian length and that many bytes. The parent side runs on trio
 (`open_child`); the child side is synchronous (`take_pipes`), because children hold torch or vLLM.
 A child is the leader of its own process group, is killed with the whole group, ends when its
-parent ends, and keeps its stderr (and whatever libraries print) in a log file. Used by
-`engines.process` and `learner.trainer_process`, and by the programs they start.
+parent ends, and keeps its stderr (and whatever libraries print) in a log file. Used for
+engines, trainers, and the mesh's own bulk and rebuilding processes, by the programs at both ends.
 """
 
 from __future__ import annotations

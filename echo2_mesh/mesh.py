@@ -104,7 +104,7 @@ class Mesh:
             traffic=self.traffic,
             reach=self.reach,
             progress_bytes=self._following.progress_bytes,
-            last_error=lambda: self._following.last_error,
+            last_error=lambda: self._following.last_error or self._bulk_error(),
         )
         self._joining = self._make_joining(workers, guard, nursery, rng)
         self._reaching = reaching_of(
@@ -251,6 +251,9 @@ class Mesh:
     def traffic(self) -> TrafficReport:
         """Bytes of blobs by kind and by peer, lanes and how they came about, measured rates."""
         return self._blobs.traffic()
+
+    def _bulk_error(self) -> str:
+        return self._lanes.last_error if self._lanes is not None else ""
 
     @property
     def bulk_pid(self) -> int | None:

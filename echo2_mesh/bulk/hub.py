@@ -90,7 +90,7 @@ class Hub:
             if not mine:
                 del self._lanes[peer]
             return False
-        lane = Lane(self, tls, peer, way, address)
+        lane = Lane(self, tls, peer, way)
         mine.append(lane)
         self._report(words.LaneUp(peer=peer, way=way, address=address, rtt_s=tls.rtt_s()))
         lane.start()
@@ -116,7 +116,7 @@ class Hub:
         mine.remove(lane)
         if not mine:
             del self._lanes[lane.peer]
-        self._report(words.LaneDown(peer=lane.peer, left=len(mine), why=why))
+        self._report(words.LaneDown(peer=lane.peer, way=lane.way, why=why))
         for wanted in tuple(lane.asked.values()):
             # Nothing had come: the lane may have been idle too long, which is nobody's fault.
             self.failed(wanted, Fault.BROKEN, why, no_lane=wanted.got_bytes == 0 and not illegal)

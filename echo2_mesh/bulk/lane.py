@@ -36,10 +36,9 @@ class IllegalFrame(Exception):
 class Lane:
     """See the module. All in the loop's thread."""
 
-    def __init__(self, hub: Hub, tls: TlsSocket, peer: NodeId, way: str, address: str) -> None:
+    def __init__(self, hub: Hub, tls: TlsSocket, peer: NodeId, way: str) -> None:
         self.peer = peer
         self.way = way
-        self.address = address
         self.closed = False
         self.used_s = hub.loop.now_s
         self.asked: dict[int, Wanted] = {}

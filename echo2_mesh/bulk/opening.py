@@ -68,8 +68,6 @@ class Opening:
         self.address = address
         self.port = port
         self.attempt = attempt
-        self.connecting = False
-        self.begun_s = door.loop.now_s
         self.closed = False
         self._door = door
         self._sock = sock
@@ -84,7 +82,6 @@ class Opening:
         """Begin to connect."""
         if self.closed:
             return
-        self.connecting = True
         self._timer = self._door.loop.after(timeout_s, lambda: self.close("no answer"))
         try:
             code = self._sock.connect_ex(place)
@@ -101,7 +98,6 @@ class Opening:
         if code:
             self.close(_words(code))
             return
-        self.connecting = False
         assert self.attempt is not None
         self.shake(server=self.attempt.server)
 

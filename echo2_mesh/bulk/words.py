@@ -136,8 +136,8 @@ class LaneUp(Word, frozen=True, kw_only=True):
 
 class LaneDown(Word, frozen=True, kw_only=True):
     peer: NodeId
-    left: int
-    """Lanes to it that are still up."""
+    way: str
+    """As its `LaneUp` said."""
     why: str
 
 

@@ -97,6 +97,11 @@ class Blobs:
         if self._lanes is not None:
             self._lanes.expect(self._expected)
 
+    def hang_up(self, peer: NodeId) -> None:
+        """`peer` sends wrong bytes: nothing that is on its way from it is worth having."""
+        if self._lanes is not None:
+            self._lanes.hang_up(peer)
+
     def landed(self, digests: Iterable[Digest]) -> None:
         """Blobs came into the store otherwise than by a fetch: whoever waits gets them."""
         found = tuple(digests)

@@ -27,6 +27,7 @@ from echo2_mesh.core.fetching import (
     Cancel,
     ChunkArrived,
     ChunkRefused,
+    Fault,
     FetchEvent,
     Look,
     ManifestAbsent,
@@ -239,9 +240,11 @@ class Following:
                     scope.cancel()
             case AskHoldings(peer=peer, manifest=digest):
                 self._nursery.start_soon(self._ask_holdings, peer, digest)
-            case Blame(fault=fault, banned=banned):
+            case Blame(peer=peer, fault=fault, banned=banned):
                 self._guard.counters[f"{fault.value}_chunks"] += 1
                 self._guard.counters["banned_peers"] += banned
+                if banned and fault is Fault.LIED:
+                    self._blobs.hang_up(peer)
             case Ready(version=version, manifest=ref):
                 self._finish(version, ref)
             case Arm():

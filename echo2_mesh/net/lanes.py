@@ -8,6 +8,8 @@ over the control connection. Bytes are the bulk process's business (`net.bulk_pr
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -27,6 +29,8 @@ from echo2_mesh.settings import BulkSettings
 from echo2_mesh.wire.messages import ChunkRef, LaneAsk, LaneOffer, LaneWay
 from echo2_mesh.wire.types import Digest, NodeId
 
+log = logging.getLogger("echo2.net")
+
 ASK_TIMEOUT_S = 5.0
 REVERSE_TIMEOUT_S = limits.LANE_DIAL_TIMEOUT_S + limits.LANE_HANDSHAKE_TIMEOUT_S
 LONG_PATH_S = 0.02
@@ -35,8 +39,6 @@ ASKS_A_LANE = 3
 WIDEN_INTERVAL_S = 1.0
 SETTLE_S = 1.0
 """From the peer's word that it has dialled us until we see the lane."""
-
-
 _FINAL = ("unreachable", "unknown_question")
 """Refusals of a `LaneAsk` that asking again soon will not change."""
 
@@ -61,7 +63,6 @@ class _Peer:
         self.more_at_s = 0.0
         self.rest_s = 0.0
         self.resting_until_s = 0.0
-        self.why = ""
 
     @property
     def up(self) -> bool:
@@ -168,6 +169,11 @@ class Lanes:
         """Blobs came into the store past the lanes: asks for them need wait no longer."""
         self._process.say(words.Landed(digests=tuple(digests)))
 
+    @property
+    def last_error(self) -> str:
+        """Why there is no bulk process now; empty while there is one."""
+        return "" if self._process.up else self._process.last_error
+
     def hang_up(self, peer: NodeId) -> None:
         """Close every lane to `peer`."""
         self._process.say(words.HangUp(peer=peer))
@@ -182,13 +188,6 @@ class Lanes:
     def ways(self) -> dict[NodeId, str]:
         """Peers with a lane, and how it came about."""
         return {node: peer.ways[0] for node, peer in self._peers.items() if peer.ways}
-
-    def reach_of(self, node: NodeId) -> str:
-        """How bytes go to `node`: dialled, reverse, punched, relayed, or '' before any were."""
-        peer = self._peers.get(node)
-        if peer is None:
-            return ""
-        return peer.ways[0] if peer.ways else "relayed" if peer.resting_until_s else ""
 
     def rates(self) -> tuple[float, float]:
         """(uplink, downlink) in bytes per second: the caps, or what was measured; 0: unknown."""
@@ -262,11 +261,11 @@ class Lanes:
                 except trio.TooSlowError:
                     why = "it took too long"
                 if peer.up:
-                    peer.best, peer.rest_s, peer.resting_until_s, peer.why = way, 0.0, 0.0, ""
+                    peer.best, peer.rest_s, peer.resting_until_s = way, 0.0, 0.0
                     return
                 reasons.append(f"{way.value}: {why}")
             self._guard.counters["unreached_lanes"] += 1
-            peer.why = "; ".join(reasons)[:512]
+            log.info("no lane to %s: %s", node[-8:], "; ".join(reasons)[:512])
             least_s = limits.LANE_RETRY_SOON_S if transient else limits.LANE_RETRY_S
             peer.rest_s = min(limits.LANE_RETRY_S_MAX, max(least_s, 2 * peer.rest_s))
             peer.resting_until_s = trio.current_time() + peer.rest_s
@@ -369,10 +368,11 @@ class Lanes:
                 peer.rest_s = peer.resting_until_s = 0.0
                 self._guard.counters["lanes_opened"] += 1
                 self._notify()
-            case words.LaneDown(peer=node, left=left):
+            case words.LaneDown(peer=node, way=way):
                 peer = self._peers.setdefault(node, _Peer())
-                peer.ways = peer.ways[:left]
-                if not left and peer.trying is None and not peer.resting_until_s:
+                with contextlib.suppress(ValueError):  # the process that it was of may be gone
+                    peer.ways.remove(way)
+                if not peer.ways and peer.trying is None and not peer.resting_until_s:
                     del self._peers[node]
             case words.Measures():
                 self._rates = (word.uplink_bytes_per_s, word.downlink_bytes_per_s)

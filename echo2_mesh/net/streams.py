@@ -30,7 +30,6 @@ ROOM_POLL_S = 0.01
 RELAYED_PATIENCE = 4
 """A relayed connection shares a slow line with others: its writes may take so many times longer."""
 MULTISTREAM = "/multistream/1.0.0"
-LINE_BYTES_MAX = 1024
 REFUSAL_LENGTH_MIN = 0xFFFFFF00
 """Lengths from here on are no lengths but a `Refusal` in the lowest byte."""
 

@@ -19,7 +19,7 @@ from echo2_mesh.chunks import digest_of
 from echo2_mesh.errors import LocalError, UsageError
 from echo2_mesh.wire.codec import Envelope
 from echo2_mesh.wire.messages import ChunkRef, Manifest, TensorSpan
-from echo2_mesh.wire.types import ChunkKind, Digest
+from echo2_mesh.wire.types import Digest
 
 ITEM_SIZE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Published dtypes that engines take."""
@@ -66,7 +66,7 @@ def stage(store_dir: Path, digest: Digest) -> Staged:
 
     Raises:
         LocalError: a blob is missing or shorter than promised.
-        UsageError: not a manifest, a patch, or tensors that do not lie inside the data.
+        UsageError: not a manifest, or tensors that do not lie inside the data.
     """
     manifest = read_checked(store_dir, digest)
     total_bytes = sum(chunk.size_bytes for chunk in manifest.chunks)
@@ -83,14 +83,9 @@ def read_checked(store_dir: Path, digest: Digest) -> Manifest:
 
     Raises:
         LocalError: the blob is missing.
-        UsageError: not a manifest, a patch, or tensors that do not lie inside the data.
+        UsageError: not a manifest, or tensors that do not lie inside the data.
     """
     manifest = read_manifest(store_dir, digest)
-    if any(chunk.kind is not ChunkKind.FULL for chunk in manifest.chunks):
-        raise UsageError(
-            f"Version {manifest.version} is published as a patch, which engines cannot apply.",
-            "The daemon must rebuild the full version first.",
-        )
     _check_spans(manifest, sum(chunk.size_bytes for chunk in manifest.chunks))
     return manifest
 

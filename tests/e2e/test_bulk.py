@@ -77,7 +77,6 @@ async def test_a_version_goes_over_lanes_and_is_counted_by_kind_and_peer(tmp_pat
         await wait_until(lambda: flow(actor.traffic().kinds, ChunkKind.FULL).in_bytes == 1_800_000)
         await wait_until(lambda: flow(learner.traffic().peers, actor.node).out_bytes >= 1_800_000)
         assert actor.counters["bulk_fallbacks"] == 0
-        assert actor._lanes.reach_of(learner.node) == "dialled"
 
 
 async def test_a_node_that_only_dials_out_dials_its_asker_too(tmp_path):
@@ -110,7 +109,6 @@ async def test_two_that_nobody_can_dial_meet_in_the_middle_or_use_the_control_co
         assert learner.traffic().lanes == {}
         assert learner.counters["bulk_fallbacks"] == 1
         assert learner.counters["unreached_lanes"] == 1
-        assert learner._lanes.reach_of(a.node) == "relayed"
         for mesh in (learner, a):
             monkeypatch.setattr(mesh._lanes, "_observed", lambda: "127.0.0.1")
         await fetch(learner, a, BLOB[1:])

@@ -39,7 +39,9 @@ async def test_patches_can_be_switched_off(autojump_clock, tmp_path, monkeypatch
         world.start_actor("actor-0")
         await world.wait_end(within_s=60)
         assert world.status("actor-0")["counters"].get("rebuilt_chunks", 0) == 0
-        assert all(spread["patch_bytes"] == 0 for spread in world.spreads())
+        spreads = world.spreads()
+        assert spreads
+        assert all(spread["patch_bytes"] == 0 for spread in spreads)
 
 
 @pytest.mark.parametrize("file_bytes", [4096, 0], ids=["data chunks", "anything"])

@@ -168,6 +168,7 @@ async def test_a_liar_of_patches_is_caught_at_the_chunk_and_the_rest_patch_on(
             await fleet.publish_step(version)
             for actor in actors:
                 await wait_version(actor, version)
+        assert sum(actor.mesh.counters["bad_chunks"] for actor in actors) > 0, "nobody was lied to"
         for actor in actors:
             assert actor.mesh.counters["bad_rebuilds"] == 0
 
