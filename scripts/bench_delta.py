@@ -16,7 +16,6 @@ the last line of standard output; exits 0 whether or not a bar is met.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import zstandard  # noqa: E402
+from bars import Bar, at_least, at_most, emit, ratio  # noqa: E402
 
 from echo2_mesh.delta.codec import (  # noqa: E402
     CLASSES_FAST,
@@ -301,16 +301,12 @@ def main() -> int:
     for rate in rates:
         results[rate] = measure(trained, rate, [int(m) for m in options.chunk_mib.split(",")])
         mistakes += results[rate]["wrong_chunks"]
-    print(
-        json.dumps(
-            {
-                "bench": "delta",
-                "bars": bars(results[BAR_RATE], mistakes),
-                "full_bytes": full,
-                "rates": results,
-                "seconds": round(time.perf_counter() - started, 1),
-            }
-        )
+    emit(
+        "delta",
+        bars_of(results[BAR_RATE], mistakes),
+        full_bytes=full,
+        rates=results,
+        seconds=round(time.perf_counter() - started, 1),
     )
     return 0
 
@@ -346,26 +342,18 @@ def measure(trained: Trained, rate: str, chunk_mibs: list[int]) -> dict[str, Any
     return found
 
 
-def bars(found: dict[str, Any], mistakes: int) -> list[dict[str, Any]]:
+def bars_of(found: dict[str, Any], mistakes: int) -> list[Bar]:
     fast, small = found["fast"], found["small"]
-
-    def at_most(name: str, value: float, bar: float, unit: str) -> dict[str, Any]:
-        return {"name": name, "value": value, "unit": unit, "bar": f"<= {bar}", "ok": value <= bar}
-
-    def at_least(name: str, value: float, bar: float) -> dict[str, Any]:
-        ok = value >= bar
-        return {"name": name, "value": value, "unit": "GB/s", "bar": f">= {bar}", "ok": ok}
-
     size = fast["bytes_per_changed"]
     pulse, xor = found["rows_columns_zstd1"], found["xor_zstd1"]
     return [
         at_most("mistakes", mistakes, 0, "chunks"),
         at_most("bytes_per_changed", size, 1.4, "bytes"),
         at_most("bytes_per_changed_small", small["bytes_per_changed"], 1.0, "bytes"),
-        at_most("over_pulse", round(size / pulse, 3), 1.0, "of its bytes"),
-        at_most("over_xor_zstd1", round(size / xor, 3), 1.0, "of its bytes"),
-        at_least("encode", fast["encode_gb_per_s"], 2.0),
-        at_least("apply", fast["apply_gb_per_s"], 5.0),
+        at_most("over_pulse", ratio(size, pulse), 1.0, "of its bytes"),
+        at_most("over_xor_zstd1", ratio(size, xor), 1.0, "of its bytes"),
+        at_least("encode", fast["encode_gb_per_s"], 2.0, "GB/s"),
+        at_least("apply", fast["apply_gb_per_s"], 5.0, "GB/s"),
     ]
 
 

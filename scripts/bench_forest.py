@@ -10,7 +10,8 @@ The learner's own rate is the nominal one, scaled by the actors' ratio of goodpu
 
 Scenarios (all by default, in this order, after a warm-up from which nodes learn their rates):
   plain    everybody honest and alive
-  kill     one actor is killed (SIGKILL) when it has four tenths of the version
+  kill     one actor is killed (SIGKILL) when it has four tenths of the version; a run in which that
+           moment was missed meets no bar
   vanish   the link of one actor is cut at four tenths: nobody is told (not judged)
   joiner   an actor comes with an empty store when all others are complete
   liar     one actor flips a bit in every chunk that it serves
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -54,6 +54,7 @@ if Path(sys.prefix) != PYTHON.parents[1] and PYTHON.exists():
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
+from bars import Bar, at_least, at_most, emit, ratio  # noqa: E402
 
 from tests.e2e.forest_kit import (  # noqa: E402
     LEARNER,
@@ -81,12 +82,12 @@ class Bench:
     def __init__(self, hosts: Sequence[Host], forest: Forest, options: argparse.Namespace) -> None:
         self.hosts, self.forest, self.options = hosts, forest, options
         self.names = [f"actor-{number}" for number in range(1, options.hosts + 1)]
-        self.bars: list[dict[str, Any]] = []
+        self.bars: list[Bar] = []
         self.figures: dict[str, Any] = {}
         self.chunk_bytes = options.chunk_kib * 1024
         self.chunks = max(1, round(options.megabytes * 1e6 / self.chunk_bytes))
         self.size_bytes = self.chunks * self.chunk_bytes
-        self.plain_s = 0.0
+        self.plain_s: float | None = None
 
     def say(self, text: str) -> None:
         if not self.options.json:
@@ -132,36 +133,44 @@ class Bench:
         name: str,
         *,
         judged: Sequence[str] | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], bool] | None = None,
     ) -> dict[str, Any]:
         """Publish a version; until every actor of `judged` holds it.
 
+        Args:
+            meanwhile: done once the version is announced; tells whether it was in time.
+
         Returns:
-            `seconds` from the learner's announcing to the last of `judged`.
+            `seconds` from the learner's announcing to the last of `judged`, None where one of them
+            never held it; `in_time`, what `meanwhile` told.
         """
         judged = self.names if judged is None else judged
         meter = Meter(self.forest)
         published = self.forest.publish(chunks=self.chunks, chunk_bytes=self.chunk_bytes)
-        meanwhile()
+        in_time = meanwhile is None or meanwhile()
         limit_s = GIVE_UP_FACTOR * self.bound_s + GIVE_UP_EXTRA_S
         ready_s = self.forest.wait_ready(judged, timeout_s=limit_s)
         figures = meter.read(self.size_bytes)
         took = {actor: at_s - published["at_s"] for actor, at_s in ready_s.items()}
         late = sorted(set(judged) - set(took))
-        seconds = limit_s if late else max(took.values())
+        seconds = None if late else max(took.values())
         figures |= {
-            "seconds": round(seconds, 3),
-            "of_bound": round(seconds / self.bound_s, 3),
-            "first_s": round(min(took.values(), default=limit_s), 3),
-            "median_s": round(statistics.median(took.values()), 3) if took else limit_s,
+            "seconds": seconds,
+            "of_bound": ratio(seconds, self.bound_s),
+            "first_s": min(took.values(), default=None),
+            "median_s": statistics.median(took.values()) if took else None,
             "never": late,
         }
+        if meanwhile is not None:
+            figures["in_time"] = in_time
         self.figures[name] = figures
         self.say(
-            f"{name}: last {seconds:.2f} s = {figures['of_bound']} x bound, "
-            f"median {figures['median_s']} s, learner sent {figures['learner_copies']} copies, "
+            f"{name}: last {shown(seconds)} s = {shown(figures['of_bound'])} x bound, "
+            f"median {shown(figures['median_s'])} s, "
+            f"learner sent {figures['learner_copies']} copies, "
             f"CPU {figures['nodes_cores']} cores of nodes, machine {figures['machine_busy']} busy"
             + (f", never: {', '.join(late)}" if late else "")
+            + ("" if in_time else ", disturbed too late")
         )
         if late and self.options.verbose:
             for actor in late:
@@ -179,8 +188,17 @@ class Bench:
     def plain(self) -> None:
         found = self.spread("plain")
         self.plain_s = found["seconds"]
-        self.bar("forest_last_actor", found["of_bound"], "x bound", 1.10)
-        self.bar("forest_learner_egress", found["learner_copies"], "copies", 1.2)
+        copies = None if found["never"] else found["learner_copies"]
+        self.bars += [
+            at_most("forest_last_actor", found["of_bound"], 1.10, "x bound"),
+            at_most("forest_learner_egress", copies, 1.2, "copies"),
+        ]
+
+    def over_plain(self, scenario: str, seconds: float | None, most: float) -> None:
+        """The bar of a scenario that is compared with the plain one; either may have no end."""
+        self.bars.append(
+            at_most(f"forest_{scenario}", ratio(seconds, self.plain_s), most, "x plain")
+        )
 
     def kill(self) -> None:
         victim = self.names[-1]
@@ -189,7 +207,7 @@ class Bench:
             judged=self.names[:-1],
             meanwhile=lambda: self._at_tenth(victim, lambda: self.forest.kill(victim)),
         )
-        self.bar("forest_kill", found["seconds"] / self.plain_s, "x plain", 1.15)
+        self.over_plain("kill", found["seconds"] if found["in_time"] else None, 1.15)
         self.forest.start(victim)
 
     def vanish(self) -> None:
@@ -212,30 +230,36 @@ class Bench:
         self.forest.start(name)
         up_s = self.forest.nodes[name].wait("up", timeout_s=60)["at_s"]
         limit_s = GIVE_UP_FACTOR * self.bound_s
-        ready_s = self.forest.wait_ready([name], timeout_s=limit_s).get(name, up_s + limit_s)
+        ready_s = self.forest.wait_ready([name], timeout_s=limit_s).get(name)
+        seconds = None if ready_s is None else ready_s - up_s
         # Its downlink alone limits it: the others are complete.
         found = meter.read(self.size_bytes) | {
-            "seconds": round(ready_s - up_s, 3),
-            "of_bound": round((ready_s - up_s) / self.bound_s, 3),
+            "seconds": seconds,
+            "of_bound": ratio(seconds, self.bound_s),
             "bytes_from": self.forest.nodes[name].report()["bytes_from"],
         }
         self.figures["joiner"] = found
         self.say(
-            f"joiner: {found['seconds']} s = {found['of_bound']} x bound, the learner sent "
+            f"joiner: {shown(seconds)} s = {shown(found['of_bound'])} x bound, the learner sent "
             f"{found['learner_copies']} copies"
         )
-        self.bar("forest_joiner_learner_egress", found["learner_copies"], "copies", 0.1)
+        # What was sent to one that has not got everything says nothing.
+        copies = None if seconds is None else found["learner_copies"]
+        self.bars += [
+            at_least("forest_joiner_completed", seconds is not None, 1, "bool"),
+            at_most("forest_joiner_learner_egress", copies, 0.1, "copies"),
+        ]
 
     def liar(self) -> None:
         with self._fault(self.names[0], "lie") as rest:
             found = self.spread("liar", judged=rest)
-        self.bar("forest_liar", found["seconds"] / self.plain_s, "x plain", 1.25)
+        self.over_plain("liar", found["seconds"], 1.25)
         self._judge_liar("liar", self.names[0], rest)
 
     def stall(self) -> None:
         with self._fault(self.names[1], "stall") as rest:
             found = self.spread("stall", judged=rest)
-        self.bar("forest_stall", found["seconds"] / self.plain_s, "x plain", 1.25)
+        self.over_plain("stall", found["seconds"], 1.25)
 
     def slow(self) -> None:
         slow = self.names[2]
@@ -245,7 +269,7 @@ class Bench:
             self.restart(slow, self.options.mbit / 10)
             found = self.spread("slow", judged=rest)
         self.restart(slow, self.options.mbit)
-        self.bar("forest_slow", found["seconds"] / self.plain_s, "x plain", 1.25)
+        self.over_plain("slow", found["seconds"], 1.25)
 
     def rogues(self) -> None:
         liar, staller, slow = self.names[:3]
@@ -253,7 +277,7 @@ class Bench:
             self.restart(slow, self.options.mbit / 10)
             with self._fault(liar, "lie"), self._fault(staller, "stall"):
                 found = self.spread("rogues", judged=self.names[3:])
-        self.bar("forest_rogues", found["seconds"] / self.plain_s, "x plain", 1.25)
+        self.over_plain("rogues", found["seconds"], 1.25)
         self._judge_liar("rogues", liar, self.names[3:])
 
     def restart(self, name: str, up_mbit: float) -> None:
@@ -274,8 +298,10 @@ class Bench:
         served = self.forest.nodes[liar].report()["served"]
         self.figures[scenario] |= {"blamed": sorted(blamed), "lies": served.get("lies", 0)}
         share = served.get("lie_bytes", 0) / self.size_bytes
-        self.bar(f"forest_{scenario}_blamed", float(blamed == {liar}), "yes", 1.0, least=True)
-        self.bar(f"forest_{scenario}_wrong_bytes_kept", damaged, "chunks", 0)
+        self.bars += [
+            at_least(f"forest_{scenario}_blamed", blamed == {liar}, 1, "yes"),
+            at_most(f"forest_{scenario}_wrong_bytes_kept", damaged, 0, "chunks"),
+        ]
         self.figures[scenario]["lie_copies"] = round(share, 3)
 
     @contextlib.contextmanager
@@ -295,21 +321,32 @@ class Bench:
         finally:
             host.shape(link_of(self.options, mbit, mbit))
 
-    def _at_tenth(self, victim: str, call: Callable[[], None]) -> None:
-        """When `victim` has four tenths of the version, or at four tenths of the bound."""
-        began_s = time.monotonic()
-        while time.monotonic() - began_s < 2 * self.bound_s:
-            event = self.forest.nodes[victim].find("progress")
-            if event and event["at_s"] > began_s and KILL_AT_TENTH <= event["tenth"] < 10:
-                break
-            time.sleep(0.05)
-        call()
+    def _at_tenth(self, victim: str, call: Callable[[], None]) -> bool:
+        """`call()` when `victim` says that it has four tenths of the newest version.
 
-    def bar(self, name: str, value: float, unit: str, bar: float, *, least: bool = False) -> None:
-        ok = value >= bar if least else value <= bar
-        self.bars.append(
-            {"name": name, "value": round(value, 4), "unit": unit, "bar": bar, "ok": ok}
-        )
+        Called all the same once `victim` is complete, and after twice the bound without a word.
+
+        Returns:
+            Whether four tenths were seen, and `victim` was still not complete after the call.
+        """
+        node, version, seen = self.forest.nodes[victim], self.forest.version, False
+        began_s = time.monotonic()
+        while not seen and time.monotonic() - began_s < 2 * self.bound_s:
+            event = node.find("progress")
+            if event and event["at_s"] > began_s and KILL_AT_TENTH <= event["tenth"] < 10:
+                seen = True
+            elif node.find("ready", version=version):
+                break
+            else:
+                time.sleep(0.05)
+        call()
+        called_s = time.monotonic()
+        ready = node.find("ready", version=version)
+        return seen and (ready is None or ready["at_s"] > called_s)
+
+
+def shown(figure: float | None) -> str:
+    return "never" if figure is None else f"{figure:.2f}"
 
 
 def link_of(options: argparse.Namespace, up_mbit: float, down_mbit: float) -> Link:
@@ -361,8 +398,8 @@ class Meter:
         return found
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every scenario asked for, on one fleet."""
+def run(options: argparse.Namespace) -> tuple[list[Bar], dict[str, Any]]:
+    """(bars, figures) of every scenario asked for, on one fleet."""
     mbit, learner_mbit = options.mbit, options.learner_mbit
     links = [link_of(options, learner_mbit, learner_mbit)]
     links += [link_of(options, mbit, mbit)] * options.hosts
@@ -386,7 +423,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name in chosen:
             bench.settle()
             getattr(bench, name)()
-        return {"bench": "forest", "bars": bench.bars, **bench.figures}
+        return bench.bars, bench.figures
 
 
 def main() -> None:
@@ -409,21 +446,15 @@ def main() -> None:
     if unknown := set(options.scenario.split(",")) - set(SCENARIOS):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
     if reason := why_not():
-        sys.stdout.write(json.dumps({"bench": "forest", "bars": [], "skipped": reason}) + "\n")
+        emit("forest", [], skipped=reason)
         return
     # A polite end unwinds as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.default_int_handler)
-    result = run(options)
-    result |= {
-        "hosts": options.hosts,
-        "mbit": options.mbit,
-        "learner_mbit": options.learner_mbit,
-        "caps": options.caps,
-        "queue_ms": options.queue_ms,
-        "cores": os.cpu_count(),
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
+    bars, figures = run(options)
+    settings = ("hosts", "mbit", "learner_mbit", "caps", "queue_ms")
+    figures |= {name: getattr(options, name) for name in settings}
+    emit("forest", bars, **figures, cores=os.cpu_count())
 
 
 if __name__ == "__main__":

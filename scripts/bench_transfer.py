@@ -7,14 +7,15 @@ with random blocks of 4 MiB, and receivers. One receiver asks the source for eve
 ask the source for a share each and one another for the rest, waiting for blocks under way, as the
 planned forest has it in a small fleet. Every block is hashed before it is kept. In the same run:
 libtorrent and lattica on blocks of the same size and number, one TCP stream (the physical bound)
-and one TLS 1.3 stream; and the latency of signed questions between two nodes while lanes between
-them are at full load.
+and one TLS 1.3 stream; and the latency of signed questions from a receiver to the source while
+lanes between these two are at full load. Of us and of each peer the best of --repeats counts.
 
 `cpu_s_per_GB` is of all processes of all nodes together, per GB that arrived; `wire_per_payload`
 counts every byte on the loopback, the control plane included. The peers come from an environment
 given by --peers-python, or are installed into a temporary one; where neither works they are
-skipped with a message. Prints progress on standard error and one JSON object as the last line of
-standard output; exits 0 whether or not a bar is met.
+skipped, and `skipped` says why. A peer that is there and fails each time leaves a bar that is not
+met, and its error in `failed`. Prints progress on standard error and one JSON object as the last
+line of standard output; exits 0 whether or not a bar is met.
 
   scripts/bench_transfer.py [--receivers 1,4] [--megabytes 512] [--repeats 2] [--no-peers]
 """
@@ -27,11 +28,11 @@ import json
 import os
 import shutil
 import socket
-import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ if Path(sys.prefix) != PYTHON.parents[1] and PYTHON.exists():
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
+from bars import Bar, at_least, at_most, emit  # noqa: E402
 
 PEERS = ("libtorrent==2.1.1", "lattica==1.0.21")
 PEERS_PREFIX = "echo2-peers-"
@@ -54,6 +56,8 @@ WINDOW = 12
 ATTEMPTS = 5
 FETCH_TIMEOUT_S = 120.0
 CONTROL_SECONDS = 8.0
+REPLY_TIMEOUT_S = 300.0
+"""A node that is silent for so long is ended."""
 RUN_ID = "bench-transfer"
 CONTROL_P99_MS_MAX = 100.0
 CPU_S_PER_GB_MAX = 2.5
@@ -115,10 +119,10 @@ def node_main(name: str, folder: str, boot: Sequence[str]) -> None:
                 """Blocks, each from the holder given for it."""
                 refs = refs_of(ask)
                 blobs.expect([ref.digest for ref in refs])
-                room = trio.CapacityLimiter(ask["window"])
+                room = trio.Semaphore(ask["window"])
 
                 async def one(ref: ChunkRef, holder: str) -> None:
-                    async with room:
+                    try:
                         for attempt in range(1, ATTEMPTS + 1):
                             try:
                                 await blobs.fetch_from(
@@ -131,9 +135,14 @@ def node_main(name: str, folder: str, boot: Sequence[str]) -> None:
                             except PeerError:
                                 if attempt == ATTEMPTS:
                                     raise
+                    finally:
+                        room.release()
 
                 async with trio.open_nursery() as nursery:
                     for ref, holder in zip(refs, ask["holders"], strict=True):
+                        # In one order everywhere: windows full of waits for one another would
+                        # never end.
+                        await room.acquire()
                         nursery.start_soon(one, ref, holder)
                 report = mesh.traffic()
                 return {
@@ -152,6 +161,25 @@ def node_main(name: str, folder: str, boot: Sequence[str]) -> None:
                     await trio.sleep(0.02)
                 return {"ms": found}
 
+            async def loaded(ask: dict[str, Any]) -> dict[str, Any]:
+                """As `latencies`, while the blocks come again and again from the same peer."""
+                found, moved = {}, 0
+
+                async def question() -> None:
+                    found.update(await latencies(ask))
+                    transfer.cancel()
+
+                async with trio.open_nursery() as nursery:
+                    transfer = trio.CancelScope()
+                    nursery.start_soon(question)
+                    with transfer:
+                        while True:
+                            await get(ask)
+                            moved += len(ask["blocks"]) * ask["size"]
+                            for ref in refs_of(ask):
+                                store.remove(ref.digest)
+                return {**found, "moved_bytes": moved}
+
             async def handle(ask: dict[str, Any]) -> dict[str, Any]:
                 match ask["do"]:
                     case "make":
@@ -168,6 +196,8 @@ def node_main(name: str, folder: str, boot: Sequence[str]) -> None:
                         return {}
                     case "ask":
                         return await latencies(ask)
+                    case "ask_loaded":
+                        return await loaded(ask)
                     case "ready":
                         peers = set(ask["peers"])
                         while mesh.bulk_pid is None or not peers <= mesh.connected():  # noqa: ASYNC110
@@ -201,13 +231,24 @@ class Process:
         self.process.stdin.flush()
 
     def reply(self) -> dict[str, Any]:
+        """Its next document.
+
+        Raises:
+            RuntimeError: it says that it failed, has ended, or was silent and is ended now.
+        """
         assert self.process.stdout is not None
-        while line := self.process.stdout.readline():
-            if line.startswith("{"):
-                document: dict[str, Any] = json.loads(line)
-                if "error" in document:
-                    raise RuntimeError(document["error"])
-                return document
+        silence = threading.Timer(REPLY_TIMEOUT_S, self.process.kill)
+        silence.daemon = True
+        silence.start()
+        try:
+            while line := self.process.stdout.readline():
+                if line.startswith("{"):
+                    document: dict[str, Any] = json.loads(line)
+                    if "error" in document:
+                        raise RuntimeError(document["error"])
+                    return document
+        finally:
+            silence.cancel()
         raise RuntimeError(f"a node ended:\n{self.log.read_text()[-1500:]}")
 
     def ask(self, **ask: Any) -> dict[str, Any]:
@@ -316,48 +357,58 @@ def our_run(folder: Path, receivers: int, count: int, repeats: int) -> dict[str,
 
 
 def control_latency(folder: Path, count: int) -> dict[str, float]:
-    """Signed questions between two nodes, idle, and while lanes between them are full."""
+    """Signed questions from a receiver to its source, idle, and while it fetches from there."""
     with fleet(folder, 1) as (source, receiver):
         blocks = source.ask(do="make", count=count, size=BLOCK_BYTES)["blocks"]
-        with contextlib.ExitStack() as stack:
-            # A third node asks, so that the receiver's pipe stays free for transfers.
-            command = [sys.executable, __file__, "--node", "r9", "--folder", str(folder / "r9")]
-            third = Process([*command, *source.hello["addresses"]], folder / "r9.log")
-            stack.callback(third.close)
-            names = [source.hello["node"]]
-            third.ask(do="ready", peers=names)
-            idle = third.ask(do="ask", peer=names[0], seconds=2.0)["ms"]
-            third.tell(do="ask", peer=names[0], seconds=CONTROL_SECONDS)
-            until_s = time.monotonic() + CONTROL_SECONDS
-            moved = 0
-            while time.monotonic() < until_s:
-                holders = names * len(blocks)
-                receiver.ask(
-                    do="get", blocks=blocks, holders=holders, size=BLOCK_BYTES, window=WINDOW
-                )
-                receiver.ask(do="forget", blocks=blocks, size=BLOCK_BYTES)
-                moved += len(blocks) * BLOCK_BYTES
-            loaded = third.reply()["ms"]
+        peer = source.hello["node"]
+        idle = receiver.ask(do="ask", peer=peer, seconds=2.0)["ms"]
+        found = receiver.ask(
+            do="ask_loaded",
+            peer=peer,
+            seconds=CONTROL_SECONDS,
+            blocks=blocks,
+            holders=[peer] * len(blocks),
+            size=BLOCK_BYTES,
+            window=WINDOW,
+        )
+    loaded = found["ms"]
     return {
         "idle_p50_ms": round(statistics.median(idle), 1),
         "p50_ms": round(statistics.median(loaded), 1),
         "p99_ms": round(sorted(loaded)[int(0.99 * (len(loaded) - 1))], 1),
         "asks": len(loaded),
-        "bulk_MB_per_s": round(moved / CONTROL_SECONDS / 1e6, 1),
+        "bulk_MB_per_s": round(found["moved_bytes"] / CONTROL_SECONDS / 1e6, 1),
     }
 
 
+def peer_runs(
+    python: str, library: str, folder: Path, receivers: int, count: int, repeats: int
+) -> tuple[dict[str, float] | None, str]:
+    """(the best of `repeats` transfers by a peer, None where all failed; the last error)."""
+    results, failed = [], ""
+    for turn in range(repeats):
+        try:
+            # Ports of its own: those of the last turn may not be free yet.
+            port = PEER_PORT + turn * (receivers + 1)
+            results.append(peer_run(python, library, folder / str(turn), port, receivers, count))
+            say(f"  {results[-1]}")
+        except (RuntimeError, OSError) as error:
+            failed = str(error) or type(error).__name__
+            say(f"  failed: {failed}")
+    return max(results, key=lambda each: each["MB_per_s_each"], default=None), failed
+
+
 def peer_run(
-    python: str, library: str, folder: Path, receivers: int, count: int
+    python: str, library: str, folder: Path, port: int, receivers: int, count: int
 ) -> dict[str, float]:
-    """The same transfer by a peer."""
+    """The same transfer by a peer, whose nodes listen at `port` and the following ones."""
     folder.mkdir(parents=True)
     script = str(ROOT / "scripts" / "transfer_peers.py")
     nodes: list[Process] = []
     try:
         for number in range(receivers + 1):
             command = [python, script, library, str(folder / str(number))]
-            command += ["--port", str(PEER_PORT + number)]
+            command += ["--port", str(port + number)]
             if number and library == "lattica":
                 command += ["--boot", nodes[0].hello["peer"]]
             nodes.append(Process(command, folder / f"{number}.log"))
@@ -372,7 +423,8 @@ def peer_run(
             for node in nodes[1:]:
                 node.tell(do="get")
             for node in nodes[1:]:
-                assert node.reply()["bytes"] == count * BLOCK_BYTES
+                if (got := node.reply()["bytes"]) != count * BLOCK_BYTES:
+                    raise RuntimeError(f"{got} bytes came in place of {count * BLOCK_BYTES}")
 
         return measured(nodes, count * BLOCK_BYTES, spread)
     finally:
@@ -382,7 +434,11 @@ def peer_run(
 
 
 def raw_stream(*, tls: bool, count: int) -> float:
-    """MB/s of one blocking connection between two processes, nothing hashed and nothing kept."""
+    """MB/s of one blocking connection between two processes, nothing hashed and nothing kept.
+
+    Raises:
+        OSError: it ended before everything had come.
+    """
     from echo2_mesh.bulk.certificate import make_contexts
 
     server, client, _ = make_contexts()
@@ -402,22 +458,26 @@ def raw_stream(*, tls: bool, count: int) -> float:
     sock = client.wrap_socket(sock) if tls else sock
     buffer = memoryview(bytearray(BLOCK_BYTES))
     left, began_s = count * BLOCK_BYTES, time.perf_counter()
-    with contextlib.suppress(ssl.SSLError):
+    try:
         while left:
-            left -= sock.recv_into(buffer)
-    seconds = time.perf_counter() - began_s
-    sock.close()
-    os.waitpid(child, 0)
+            arrived = sock.recv_into(buffer)
+            if not arrived:
+                raise OSError(f"the stream ended {left} bytes early")
+            left -= arrived
+        seconds = time.perf_counter() - began_s
+    finally:
+        sock.close()
+        os.waitpid(child, 0)
     return round(count * BLOCK_BYTES / seconds / 1e6, 1)
 
 
 # --- the command ---------------------------------------------------------------------------------
 
 
-def peers_python(options: argparse.Namespace) -> str:
-    """A Python that has the peers; empty where there is none."""
+def peers_python(options: argparse.Namespace) -> tuple[str, str]:
+    """(a Python that has the peers, ""), or ("", why there is none)."""
     if options.no_peers:
-        return ""
+        return "", "not asked for"
     candidate = options.peers_python
     if not candidate:
         # Removed at the end of the run, by the process inside the namespace.
@@ -431,18 +491,18 @@ def peers_python(options: argparse.Namespace) -> str:
             ):
                 subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S, capture_output=True)
         except (subprocess.SubprocessError, OSError) as error:
-            say(f"skipped: the peers cannot be installed ({type(error).__name__})")
-            return ""
+            shutil.rmtree(folder, ignore_errors=True)
+            return "", f"the peers cannot be installed ({type(error).__name__})"
     check = subprocess.run(
         [candidate, "-c", "import libtorrent, lattica"], capture_output=True, text=True
     )
     if check.returncode:
-        say(f"skipped: the peers are not installed ({check.stderr.strip().splitlines()[-1:]})")
-        return ""
-    return str(candidate)
+        words = check.stderr.strip().splitlines()[-1:]
+        return "", f"the peers are not installed ({' '.join(words)})"
+    return str(candidate), ""
 
 
-def enter_namespace(python: str) -> None:
+def enter_namespace(python: str, why_no_peers: str) -> None:
     """Start again where there is a loopback and nothing else; says why where that cannot be."""
     unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
     inside = 'ip link set lo up && exec "$@"'
@@ -451,11 +511,10 @@ def enter_namespace(python: str) -> None:
     )
     if probe.returncode:
         say(f"skipped: no network namespace can be made here ({probe.stderr.strip()})")
-        sys.stdout.write(
-            json.dumps({"bench": "transfer", "bars": [], "skipped": "no namespace"}) + "\n"
-        )
+        emit("transfer", [], skipped="no namespace")
         sys.exit(0)
-    arguments = [sys.executable, *sys.argv, "--inside", "--peers-python", python or "none"]
+    arguments = [sys.executable, *sys.argv, "--inside", "--peers-python", python]
+    arguments += ["--why-no-peers", why_no_peers]
     os.execvp(unshare[0], [*unshare, "sh", "-c", inside, "sh", *arguments])
 
 
@@ -465,9 +524,10 @@ def main() -> None:
     )
     parser.add_argument("--receivers", default="1,4")
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=2, help="the best of these counts")
+    parser.add_argument("--repeats", type=int, default=2, help="the best of these counts, for all")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peers-python", default="", help="a Python with both peers installed")
+    parser.add_argument("--why-no-peers", default="", help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--node", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
@@ -476,13 +536,24 @@ def main() -> None:
     if options.node:
         node_main(options.node, options.folder, options.boot)
         return
+    if options.repeats < 1:
+        parser.error("--repeats is 1 or more")
     if not options.inside:
-        enter_namespace(peers_python(options))
-    python = "" if options.peers_python == "none" else options.peers_python
+        enter_namespace(*peers_python(options))
+    run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Everything, inside the namespace."""
+    python = options.peers_python
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="echo2-transfer-", dir=memory))
     count = max(4, (options.megabytes << 20) // BLOCK_BYTES)
-    result: dict[str, Any] = {"bench": "transfer", "bars": []}
+    bars: list[Bar] = []
+    result: dict[str, Any] = {"failed": {}}
+    if not python:
+        say(f"peers skipped: {options.why_no_peers}")
+        result["skipped"] = {"peers": options.why_no_peers}
     try:
         result["tcp_MB_per_s"] = raw_stream(tls=False, count=count)
         result["tls_MB_per_s"] = raw_stream(tls=True, count=count)
@@ -490,42 +561,34 @@ def main() -> None:
         for receivers in [int(text) for text in options.receivers.split(",")]:
             say(f"1 -> {receivers}: echo2")
             ours = our_run(folder / f"ours{receivers}", receivers, count, options.repeats)
-            key = f"to_{receivers}"
+            key, rate = f"to_{receivers}", ours["MB_per_s_each"]
             result[key] = {"echo2": ours}
-            result["bars"] += [
-                _bar(f"{key}_cpu_s_per_GB", ours["cpu_s_per_GB"], CPU_S_PER_GB_MAX, "s/GB", False),
-                _bar(f"{key}_wire_per_payload", ours["wire_per_payload"], WIRE_PER_PAYLOAD_MAX,
-                     "ratio", False),
-            ]  # fmt: skip
+            wire = ours["wire_per_payload"]
+            bars += [
+                at_most(f"{key}_cpu_s_per_GB", ours["cpu_s_per_GB"], CPU_S_PER_GB_MAX, "s/GB"),
+                at_most(f"{key}_wire_per_payload", wire, WIRE_PER_PAYLOAD_MAX, "ratio"),
+            ]
             for library in ("libtorrent", "lattica") if python else ():
                 say(f"1 -> {receivers}: {library}")
-                try:
-                    theirs = peer_run(python, library, folder / library, receivers, count)
-                except (RuntimeError, OSError, AssertionError) as error:
-                    say(f"  skipped: {error}")
-                    continue
-                say(f"  {theirs}")
+                theirs, failed = peer_runs(
+                    python, library, folder / f"{library}{receivers}", receivers, count,
+                    options.repeats,
+                )  # fmt: skip
+                if failed:
+                    result["failed"][f"{key}_{library}"] = failed
                 result[key][library] = theirs
-                rate = theirs["MB_per_s_each"]
-                result["bars"].append(
-                    _bar(f"{key}_faster_than_{library}", ours["MB_per_s_each"], rate, "MB/s", True)
-                )
+                best = None if theirs is None else theirs["MB_per_s_each"]
+                bars.append(at_least(f"{key}_faster_than_{library}", rate, best, "MB/s"))
         say("latency of control questions under full load")
         result["control"] = control_latency(folder / "control", count // 2)
         say(f"  {result['control']}")
         p99_ms = result["control"]["p99_ms"]
-        result["bars"].append(_bar("control_p99_ms", p99_ms, CONTROL_P99_MS_MAX, "ms", False))
+        bars.append(at_most("control_p99_ms", p99_ms, CONTROL_P99_MS_MAX, "ms"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if Path(python).parent.parent.name.startswith(PEERS_PREFIX):
             shutil.rmtree(Path(python).parent.parent, ignore_errors=True)
-    result["cores"] = os.cpu_count()
-    sys.stdout.write(json.dumps(result) + "\n")
-
-
-def _bar(name: str, value: float, bar: float, unit: str, at_least: bool) -> dict[str, Any]:
-    ok = value >= bar if at_least else value <= bar
-    return {"name": name, "value": value, "unit": unit, "bar": bar, "ok": ok}
+    emit("transfer", bars, **result, cores=os.cpu_count())
 
 
 if __name__ == "__main__":

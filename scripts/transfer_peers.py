@@ -2,8 +2,9 @@
 """One node of libtorrent or lattica for `scripts/bench_transfer.py`, which starts and asks it.
 
 Runs in whatever Python has those packages. JSON lines on standard input and output: `make` (a
-source puts random blocks there), `get` (a receiver fetches them all), `cpu`. Takes no part in
-anything but the loopback of its network namespace: discovery of every kind is off.
+source puts random blocks there), `join` (a receiver is told of them and of the others), `get` (it
+fetches them all). Takes no part in anything but the loopback of its network namespace: discovery
+of every kind is off.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -171,11 +171,7 @@ def main() -> None:
         ask = json.loads(line)
         verb = ask.pop("do")
         try:
-            if verb == "cpu":
-                used = resource.getrusage(resource.RUSAGE_SELF)
-                say({"cpu_s": used.ru_utime + used.ru_stime})
-            else:
-                say(getattr(node, verb)(**ask))
+            say(getattr(node, verb)(**ask))
         except Exception as error:
             say({"error": repr(error)[:300]})
     os._exit(0)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class Forest:
         return {name: node for name, node in self.nodes.items() if name != LEARNER}
 
     def start(self, *names: str) -> None:
-        """Start nodes; returns when each is a member that the learner has heard of."""
+        """Start nodes, the learner before any other; returns when each says that it is up."""
         for name in names:
             self.nodes[name] = ForestNode(
                 name,
@@ -286,18 +287,10 @@ def _send(client: socket.socket, address: tuple[str, int], size_bytes: int) -> N
 
 
 def at_once(calls: Sequence[Callable[[], float]]) -> list[float]:
-    """The results of `calls`, made side by side."""
-    results = [0.0] * len(calls)
-
-    def run(index: int, call: Callable[[], float]) -> None:
-        results[index] = call()
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    """The results of `calls`, made side by side; all have ended when an error of one is raised."""
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
+        made = [pool.submit(call) for call in calls]
+    return [each.result() for each in made]
 
 
 def fluid_bound_s(

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import trio
 
 from echo2_mesh.chunks import ChunkStore, digest_of
@@ -195,8 +194,6 @@ class Node:
 
     def _report(self, mesh: Mesh) -> dict[str, Any]:
         names = {member.node: member.heartbeat.name for member in mesh.members()}
-        beat = mesh.heartbeat()
-        lanes = mesh.traffic().lanes
         return {
             "counters": dict(mesh.counters),
             "bytes_from": {names.get(n, n): count for n, count in self._notes.bytes_from.items()},
@@ -205,14 +202,7 @@ class Node:
                 for (node, fault), count in self._notes.faults.items()
             ],
             "served": self._fault.served(),
-            "cpu_s": _cpu_s(),
             "members": sorted(names.values()),
-            "connected": sorted(names.get(node, node) for node in mesh.connected()),
-            "uplink_bytes_per_s": beat.uplink_bytes_per_s,
-            "downlink_bytes_per_s": beat.downlink_bytes_per_s,
-            "reach": beat.reach.value,
-            "lanes": {names.get(node, node): way for node, way in lanes.items()},
-            "last_error": beat.last_error,
         }
 
     def _verify(self, store: ChunkStore) -> tuple[int, int]:
@@ -223,16 +213,6 @@ class Node:
                 sound = digest_of(path.read_bytes()).hex() == path.name
                 bad, good = bad + (not sound), good + sound
         return bad, good
-
-
-def _cpu_s() -> list[float]:
-    """CPU seconds of this process and of each of its children."""
-    daemon, found = psutil.Process(), []
-    for process in (daemon, *daemon.children()):
-        with contextlib.suppress(psutil.Error):  # it may have just ended
-            times = process.cpu_times()
-            found.append(round(times.user + times.system, 3))
-    return found
 
 
 async def _commands() -> AsyncIterator[dict[str, Any]]:

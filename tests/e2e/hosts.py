@@ -6,7 +6,8 @@ over the bridge alone, because its loopback is down. Both directions of every li
 a token bucket; `links` gives each host rates of its own, and `host.shape` changes them later.
 Needs root, `ip` and `tc`; everything is removed when the block ends, and what a killed process
 left is removed by the next one. A process left behind keeps its namespace alive, so end the
-processes first. Used by e2e tests and by `scripts/bench_forest.py`.
+processes first. Used by e2e tests and by `scripts/bench_forest.py`; `nat_hosts` builds on
+`open_bridge`, `host_at` and `plug`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Host:
     def bytes_moved(self) -> tuple[int, int]:
         """(received, sent) over its link, from inside."""
         folder = f"/sys/class/net/{self.device}/statistics"
-        counts = _run(*self.prefix, "cat", f"{folder}/rx_bytes", f"{folder}/tx_bytes").split()
+        counts = run(*self.prefix, "cat", f"{folder}/rx_bytes", f"{folder}/tx_bytes").split()
         return int(counts[0]), int(counts[1])
 
     def shape(self, link: Link) -> None:
@@ -74,18 +75,18 @@ class Host:
             (inside, self.device, link.up_mbit_per_s),
             (("tc",), self.outer, link.down_mbit_per_s),
         ):
-            _run(
+            run(
                 *command, "qdisc", "replace", "dev", device, "root", "tbf",
                 "rate", f"{rate * 1000:.0f}kbit", "burst", BURST, "latency", f"{link.queue_ms:g}ms",
             )  # fmt: skip
 
     def cut(self) -> None:
         """Pull the plug: nothing comes or goes any more, and nobody is told."""
-        _run("ip", "link", "set", self.outer, "down")
+        run("ip", "link", "set", self.outer, "down")
 
     def mend(self) -> None:
         """Put the plug back."""
-        _run("ip", "link", "set", self.outer, "up")
+        run("ip", "link", "set", self.outer, "up")
 
     def inside(self, call: Callable[[], Result]) -> Result:
         """`call()` made on this host: a socket it opens belongs here for as long as it lives."""
@@ -112,7 +113,7 @@ class Host:
 
     def connections(self) -> tuple[tuple[str, str], ...]:
         """(own, other) address of every established TCP connection."""
-        rows = _run(*self.prefix, "cat", "/proc/net/tcp").splitlines()[1:]
+        rows = run(*self.prefix, "cat", "/proc/net/tcp").splitlines()[1:]
         found = [row.split() for row in rows]
         return tuple((_address(row[1]), _address(row[2])) for row in found if row[3] == "01")
 
@@ -126,8 +127,8 @@ def why_not() -> str:
         return f"needs {' and '.join(missing)} (iproute2)"
     name = f"e2probe{os.getpid()}"
     try:
-        _run("ip", "netns", "add", name)
-        _run("ip", "netns", "delete", name)
+        run("ip", "netns", "add", name)
+        run("ip", "netns", "delete", name)
     except RuntimeError as error:
         return f"namespaces are not permitted here: {error}"
     return ""
@@ -147,34 +148,14 @@ def open_hosts(
         RuntimeError: a command was refused; what had been made is removed.
     """
     assert not links or len(links) == count
-    sweep_hosts()
-    # Names of devices have at most 15 characters and belong to the whole machine.
-    mark = f"{os.getpid():x}"
     net = f"{NETWORK}.{os.getpid() % 250 + 1}"
-    bridge = f"e2b{mark}"
     hosts: list[Host] = []
     with contextlib.ExitStack() as undo:
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        undo.callback(_try, "ip", "link", "delete", bridge)
-        _run("ip", "link", "set", bridge, "up")
+        bridge = open_bridge(undo)
         for number in range(count):
-            host = Host(
-                namespace=f"e2n{mark}-{number}",
-                address=f"{net}.{number + 1}",
-                device=f"e2i{mark}-{number}",
-                outer=f"e2o{mark}-{number}",
-            )
-            _run("ip", "netns", "add", host.namespace)
-            undo.callback(_try, "ip", "netns", "delete", host.namespace)
-            _run("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.device)
-            undo.callback(_try, "ip", "link", "delete", host.outer)
-            _run("ip", "link", "set", host.device, "netns", host.namespace)
-            _run("ip", "link", "set", host.outer, "master", bridge, "up")
-            inside = ("ip", "-n", host.namespace)
-            _run(*inside, "address", "add", f"{host.address}/24", "dev", host.device)
-            _run(*inside, "link", "set", host.device, "up")
+            host = plug(undo, host_at(number, f"{net}.{number + 1}"), "master", bridge)
             # A burst of forty packets would fill the queue of a slow link, or be dropped whole.
-            _run(*inside, "link", "set", host.device, "gso_max_segs", "4")
+            run("ip", "-n", host.namespace, "link", "set", host.device, "gso_max_segs", "4")
             if links:
                 host.shape(links[number])
             elif mbit_per_s is not None:
@@ -183,13 +164,52 @@ def open_hosts(
         yield tuple(hosts)
 
 
+def open_bridge(undo: contextlib.ExitStack) -> str:
+    """This process's bridge, removed by `undo`; what killed processes left is swept first."""
+    sweep_hosts()
+    bridge = f"e2b{_mark()}"
+    run("ip", "link", "add", bridge, "type", "bridge")
+    undo.callback(attempt, "ip", "link", "delete", bridge)
+    run("ip", "link", "set", bridge, "up")
+    return bridge
+
+
+def host_at(number: int, address: str) -> Host:
+    """The names of this process's host `number`, which does not exist yet."""
+    mark = _mark()
+    return Host(
+        namespace=f"e2n{mark}-{number}",
+        address=address,
+        device=f"e2i{mark}-{number}",
+        outer=f"e2o{mark}-{number}",
+    )
+
+
+def plug(undo: contextlib.ExitStack, host: Host, *where: str) -> Host:
+    """Make `host` and its link (of a /24), removed by `undo`; its loopback stays down.
+
+    Args:
+        where: what `ip link set` does with the outer end: ("master", bridge) or ("netns", name).
+    """
+    run("ip", "netns", "add", host.namespace)
+    undo.callback(attempt, "ip", "netns", "delete", host.namespace)
+    run("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.device)
+    undo.callback(attempt, "ip", "link", "delete", host.outer)
+    run("ip", "link", "set", host.device, "netns", host.namespace)
+    run("ip", "link", "set", host.outer, *where, "up")
+    inside = ("ip", "-n", host.namespace)
+    run(*inside, "address", "add", f"{host.address}/24", "dev", host.device)
+    run(*inside, "link", "set", host.device, "up")
+    return host
+
+
 def sweep_hosts() -> None:
     """Remove hosts whose process was killed before it could."""
     for name in _names(re.compile(r"e2n([0-9a-f]+)-\d+")):
         mark = name[3:].partition("-")[0]
         if not Path(f"/proc/{int(mark, 16)}").exists():
-            _try("ip", "netns", "delete", name)
-            _try("ip", "link", "delete", f"e2b{mark}")
+            attempt("ip", "netns", "delete", name)
+            attempt("ip", "link", "delete", f"e2b{mark}")
 
 
 def namespaces_left() -> tuple[str, ...]:
@@ -202,19 +222,30 @@ def _names(pattern: re.Pattern[str]) -> tuple[str, ...]:
     return tuple(name for name in names if pattern.fullmatch(name))
 
 
+def _mark() -> str:
+    """Names of devices have at most 15 characters and belong to the whole machine."""
+    return f"{os.getpid():x}"
+
+
 def _address(field: str) -> str:
     """`0100007F:1F90` as 127.0.0.1."""
     raw = bytes.fromhex(field.partition(":")[0])
     return ".".join(str(byte) for byte in reversed(raw))
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
+    """What it wrote.
+
+    Raises:
+        RuntimeError: it was refused.
+    """
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
     return done.stdout
 
 
-def _try(*command: str) -> None:
+def attempt(*command: str) -> None:
+    """Run it; a refusal does not matter."""
     with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
-        _run(*command)
+        run(*command)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.e2e import hosts
-from tests.e2e.hosts import Host
+from tests.e2e.hosts import Host, host_at, open_bridge, plug, run
 
 PUBLIC_NETWORK = "203.0.113"
 """Reserved for documentation, and public as far as the product can tell."""
@@ -61,11 +61,11 @@ def why_not() -> str:
         return f"needs {' and '.join(missing)}"
     name = f"e2probe{os.getpid()}"
     try:
-        _run("ip", "netns", "add", name)
+        run("ip", "netns", "add", name)
         try:
             _nft(name, RULES.format(outside="a", inside="b", masquerade="masquerade"))
         finally:
-            _run("ip", "netns", "delete", name)
+            run("ip", "netns", "delete", name)
     except RuntimeError as error:
         return f"nftables is not permitted here: {error}"
     return ""
@@ -79,69 +79,32 @@ def open_nats(*, public: int, houses: int, keeps_ports: bool = True) -> Iterator
         RuntimeError: a command was refused; what had been made is removed.
     """
     masquerade = "masquerade" if keeps_ports else "masquerade fully-random"
-    hosts.sweep_hosts()
-    mark = f"{os.getpid():x}"
-    bridge = f"e2b{mark}"
     with contextlib.ExitStack() as undo:
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        undo.callback(_try, "ip", "link", "delete", bridge)
-        _run("ip", "link", "set", bridge, "up")
-        outside = [_plug(undo, mark, number, bridge) for number in range(public + houses)]
+        bridge = open_bridge(undo)
+        outside = []
+        for number in range(public + houses):
+            host = host_at(number, f"{PUBLIC_NETWORK}.{number + 10}")
+            outside.append(plug(undo, host, "master", bridge))
+            run("ip", "-n", host.namespace, "link", "set", "lo", "up")
         routers, homes = tuple(outside[public:]), []
         for number, router in enumerate(routers):
-            home = _house(undo, mark, public + houses + number, router, number)
+            home = _house(undo, public + houses + number, router, number)
             rules = RULES.format(outside=router.device, inside=home.outer, masquerade=masquerade)
             _nft(router.namespace, rules)
             homes.append(home)
         yield Nats(public=tuple(outside[:public]), houses=tuple(homes), routers=routers)
 
 
-def _plug(undo: contextlib.ExitStack, mark: str, number: int, bridge: str) -> Host:
-    """A host with a public address, on the bridge."""
-    host = Host(
-        namespace=f"e2n{mark}-{number}",
-        address=f"{PUBLIC_NETWORK}.{number + 10}",
-        device=f"e2i{mark}-{number}",
-        outer=f"e2o{mark}-{number}",
-    )
-    _namespace(undo, host.namespace)
-    _run("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.device)
-    undo.callback(_try, "ip", "link", "delete", host.outer)
-    _run("ip", "link", "set", host.device, "netns", host.namespace)
-    _run("ip", "link", "set", host.outer, "master", bridge, "up")
-    _run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
-    _run("ip", "-n", host.namespace, "link", "set", host.device, "up")
-    return host
-
-
-def _house(undo: contextlib.ExitStack, mark: str, number: int, router: Host, house: int) -> Host:
+def _house(undo: contextlib.ExitStack, number: int, router: Host, house: int) -> Host:
     """A host behind `router`, whose inner device is the host's `outer`."""
     network = f"{HOUSE_NETWORK}.{house + 1}"
-    host = Host(
-        namespace=f"e2n{mark}-{number}",
-        address=f"{network}.2",
-        device=f"e2i{mark}-{number}",
-        outer=f"e2o{mark}-{number}",
-    )
-    _namespace(undo, host.namespace)
-    _run("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.device)
-    _run("ip", "link", "set", host.outer, "netns", router.namespace)
-    _run("ip", "link", "set", host.device, "netns", host.namespace)
-    for namespace, address, device in (
-        (router.namespace, f"{network}.1", host.outer),
-        (host.namespace, host.address, host.device),
-    ):
-        _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", device)
-        _run("ip", "-n", namespace, "link", "set", device, "up")
-    _run("ip", "-n", host.namespace, "route", "add", "default", "via", f"{network}.1")
-    _run(*router.prefix, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-    return host
-
-
-def _namespace(undo: contextlib.ExitStack, name: str) -> None:
-    _run("ip", "netns", "add", name)
-    undo.callback(_try, "ip", "netns", "delete", name)
-    _run("ip", "-n", name, "link", "set", "lo", "up")
+    home = plug(undo, host_at(number, f"{network}.2"), "netns", router.namespace)
+    inside = ("ip", "-n", router.namespace)
+    run(*inside, "address", "add", f"{network}.1/24", "dev", home.outer)
+    run("ip", "-n", home.namespace, "link", "set", "lo", "up")
+    run("ip", "-n", home.namespace, "route", "add", "default", "via", f"{network}.1")
+    run(*router.prefix, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+    return home
 
 
 def _nft(namespace: str, rules: str) -> None:
@@ -154,15 +117,3 @@ def _nft(namespace: str, rules: str) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"nft: {done.stderr.strip() or done.returncode}")
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout
-
-
-def _try(*command: str) -> None:
-    with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
-        _run(*command)

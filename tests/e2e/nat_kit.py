@@ -26,6 +26,10 @@ END_TIMEOUT_S = 15.0
 Answer = dict[str, Any]
 
 
+class NodeFailed(AssertionError):
+    """A node said nothing, or did not come to the state that was waited for, in time."""
+
+
 class NatNode:
     """One `nat_node` process. Several start side by side: nothing waits until it is asked."""
 
@@ -43,6 +47,7 @@ class NatNode:
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self._answers: list[Answer] = []
+        self._ended = False
         self._changed = threading.Condition()
         settings = {
             "name": name,
@@ -84,16 +89,25 @@ class NatNode:
             with self._changed:
                 self._answers.append(json.loads(line))
                 self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def _take(self, timeout_s: float) -> Answer:
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._answers), timeout_s):
+            self._changed.wait_for(lambda: self._answers or self._ended, timeout_s)
+            if not self._answers:
                 words = (self.folder / "stderr.log").read_text(errors="replace")[-2000:]
-                raise AssertionError(f"{self.name} says nothing: {words}")
+                raise NodeFailed(f"{self.name} says nothing: {words}")
             return self._answers.pop(0)
 
     def ask(self, do: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **fields: Any) -> Answer:
-        """Put one command and wait for its answer."""
+        """Put one command and wait for its answer.
+
+        Raises:
+            NodeFailed: there is none in time.
+            OSError: the process has ended.
+        """
         self._up()
         assert self._process.stdin is not None
         line = json.dumps({"do": do, "timeout_s": timeout_s, **fields}) + "\n"
@@ -106,7 +120,12 @@ class NatNode:
         return self.ask("state", timeout_s=20.0)
 
     def until(self, true: Callable[[Answer], bool], what: str, timeout_s: float) -> Answer:
-        """Wait for a state, and return it. Its start does not count."""
+        """Wait for a state, and return it. Its start does not count.
+
+        Raises:
+            NodeFailed: it does not come to it in time.
+            OSError: the process has ended.
+        """
         self._up()
         begun_s = time.monotonic()
         while True:
@@ -114,7 +133,7 @@ class NatNode:
             if true(state):
                 return state
             if time.monotonic() - begun_s > timeout_s:
-                raise AssertionError(f"{self.name}: no {what} in {timeout_s:g} s: {state}")
+                raise NodeFailed(f"{self.name}: no {what} in {timeout_s:g} s: {state}")
             time.sleep(0.1)
 
     def kill(self) -> None:

@@ -45,7 +45,6 @@ async def obey(mesh: Mesh, command: dict[str, Any]) -> dict[str, Any]:
                 "ways": {names.get(node, node): way for node, way in mesh.ways().items()},
                 "reaches": {m.heartbeat.name: m.heartbeat.reach.value for m in mesh.members()},
                 "lanes": {names.get(node, node): way for node, way in mesh.traffic().lanes.items()},
-                "no_lane": lane_whys(mesh, names),
                 "addresses": list(mesh.addresses()),
                 "counters": dict(mesh.counters),
             }
@@ -63,12 +62,6 @@ async def obey(mesh: Mesh, command: dict[str, Any]) -> dict[str, Any]:
             await mesh.ask(NodeId(command["node"]), CatchUp(), timeout_s=command["timeout_s"])
             return {"seconds": time.monotonic() - begun_s}
     raise ValueError(f"unknown command {command}")
-
-
-def lane_whys(mesh: Mesh, names: dict[NodeId, str]) -> dict[str, str]:
-    """Why there is no lane to a peer; what the product says in its log at most."""
-    peers = mesh._lanes._peers if mesh._lanes is not None else {}
-    return {names.get(node, node): peer.why for node, peer in peers.items() if peer.why}
 
 
 async def fetch(mesh: Mesh, command: dict[str, Any]) -> float:
