@@ -168,7 +168,7 @@ LANE_RETRY_S_MAX = 600.0
 """After every way failed nothing is tried for this long, doubled each time."""
 BULK_RESTART_S = 0.5
 BULK_RESTART_S_MAX = 30.0
-EXCHANGE_BLOB_BYTES_MAX = 64 * KIB
+EXCHANGE_BLOB_BYTES_MAX = 32 * KIB
 """A blob up to this size does not wait for a lane to be made."""
 TRAFFIC_PEERS_MAX = 1024
 EXPECTED_DIGESTS_MAX = 2 * MANIFEST_CHUNKS_MAX

@@ -28,7 +28,7 @@ at the end, also after Ctrl-C; what SIGKILL leaves, the next run removes. Prints
 standard error and one JSON object as the last line of standard output; exits 0 whether or not a
 bar is met.
 
-  scripts/bench_forest.py [--scenario plain,kill] [--hosts 12] [--mbit 10] [--megabytes 24] [--json]
+  scripts/bench_forest.py [--scenario plain,kill] [--hosts 12] [--mbit 10] [--megabytes 48] [--json]
 """
 
 from __future__ import annotations
@@ -435,8 +435,8 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=10.0, help="each actor's link, both ways")
     parser.add_argument("--learner-mbit", type=float, default=0.0, help="default: 5 x --mbit")
     parser.add_argument("--queue-ms", type=float, default=200.0, help="of each link's bucket")
-    parser.add_argument("--megabytes", type=float, default=24.0)
-    parser.add_argument("--chunk-kib", type=int, default=96)
+    parser.add_argument("--megabytes", type=float, default=48.0)
+    parser.add_argument("--chunk-kib", type=int, default=128)
     parser.add_argument("--caps", type=float, default=0.95, help="share of each link; 0: no cap")
     parser.add_argument("--folder", default="/dev/shm", help="for stores; default in memory")
     parser.add_argument("--verbose", action="store_true", help="say what a late actor counted")

@@ -15,8 +15,8 @@ from echo2_mesh.bulk import frames, words
 from echo2_mesh.bulk.asks import Owed, Wanted
 from echo2_mesh.bulk.frames import Status
 from echo2_mesh.bulk.lane import Lane
-from echo2_mesh.bulk.loop import Loop
-from echo2_mesh.bulk.rates import Bucket, Meter
+from echo2_mesh.bulk.loop import READ, WRITE, Loop
+from echo2_mesh.bulk.rates import Bucket, Meter, Turnstile
 from echo2_mesh.bulk.shelf import Shelf
 from echo2_mesh.bulk.tls import TlsSocket
 from echo2_mesh.core.fetching import Fault
@@ -61,6 +61,10 @@ class Hub:
         self.counters: Counter[str] = Counter()
         self.uplink = Bucket(listen.uplink_bytes_per_s, loop.now_s)
         self.downlink = Bucket(listen.downlink_bytes_per_s, loop.now_s)
+        self.turns = {
+            WRITE: Turnstile(self.uplink, lambda: loop.now_s, loop.after),
+            READ: Turnstile(self.downlink, lambda: loop.now_s, loop.after),
+        }
         self.up_meter = Meter(loop.now_s)
         self.down_meter = Meter(loop.now_s)
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))

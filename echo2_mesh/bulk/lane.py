@@ -170,8 +170,8 @@ class Lane:
             self._hub.note_blocked(1 if blocked else -1)
         self._hub.loop.watch(self._tls.sock, mask, self.on_event)
 
-    def _rest(self, direction: int, wait_s: float) -> None:
-        """A cap is reached: come back later."""
+    def _rest(self, direction: int) -> None:
+        """A cap is reached: go on when it is this lane's turn."""
         if self._rests[direction]:
             return
         self._rests[direction] = True
@@ -180,7 +180,7 @@ class Lane:
             self._rests[direction] = False
             self._guarded(self._pump if direction == WRITE else self._take)
 
-        self._hub.loop.after(wait_s, wake)
+        self._hub.turns[direction].wait(wake)
 
     # --- outward -------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Lane:
                 if self._control:
                     self._flush_control()
                     self._tls.flush()
-                self._rest(WRITE, self._hub.uplink.wait_s())
+                self._rest(WRITE)
                 return
             if count:
                 self._control += frames.data(sending.number, count)
@@ -240,7 +240,7 @@ class Lane:
                 return
             want = hub.downlink.take(len(hub.scratch), hub.loop.now_s)
             if not want:
-                self._rest(READ, hub.downlink.wait_s())
+                self._rest(READ)
                 return
             count = 0
             try:

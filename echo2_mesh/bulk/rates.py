@@ -1,12 +1,13 @@
 """Caps and estimates of speed, one of each per direction, shared by all lanes.
 
-`Bucket` says how many bytes may move now; `Meter` says how fast the line is, from spells in which
-there was always something to move. Time is an argument.
+`Bucket` says how many bytes may move now, `Turnstile` whose turn it is; `Meter` says how fast the
+line is, from spells in which there was always something to move. Time is an argument.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 BURST_S = 0.1
 GRAIN_BYTES = 16 * 1024
@@ -32,8 +33,7 @@ class Bucket:
         """How many of `want` bytes may move now; 0: see `wait_s`."""
         if not self.bytes_per_s:
             return want
-        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self.bytes_per_s)
-        self._at_s = now_s
+        self._fill(now_s)
         granted = min(want, int(self._tokens))
         if granted < min(want, GRAIN_BYTES):
             return 0
@@ -45,11 +45,60 @@ class Bucket:
         if self.bytes_per_s:
             self._tokens += unused
 
+    def _fill(self, now_s: float) -> None:
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self.bytes_per_s)
+        self._at_s = now_s
+
+    def ready(self, now_s: float) -> bool:
+        """A grain would be granted."""
+        self._fill(now_s)
+        return not self.bytes_per_s or self._tokens >= GRAIN_BYTES
+
     def wait_s(self) -> float:
-        """From the last refusal until a grain is there."""
+        """From the last refusal, or the last `ready`, until a grain is there."""
         if not self.bytes_per_s:
             return 0.0
         return max(0.001, (GRAIN_BYTES - self._tokens) / self.bytes_per_s)
+
+
+class Turnstile:
+    """Those whom a bucket refused, served in the order in which they came.
+
+    Were each to try again by itself, all would wake for every grain and one would get it.
+
+    Args:
+        now_s, after: the loop's clock and its timer.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        now_s: Callable[[], float],
+        after: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._bucket = bucket
+        self._now_s = now_s
+        self._after = after
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._armed = False
+
+    def wait(self, turn: Callable[[], None]) -> None:
+        """Call `turn` when it is its turn and a grain is there."""
+        self._waiting.append(turn)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._waiting and not self._armed:
+            self._armed = True
+            self._after(self._bucket.wait_s(), self._open)
+
+    def _open(self) -> None:
+        self._armed = False
+        for _ in range(len(self._waiting)):
+            if not self._bucket.ready(self._now_s()):
+                break
+            self._waiting.popleft()()
+        self._arm()
 
 
 class Meter:

@@ -16,6 +16,9 @@ import sys
 _UNSENT_LOW_WATER_BYTES = 256 * 1024
 _DEAD_AFTER_MS = 20_000
 """Bytes that the other side's kernel has not acknowledged for this long end the connection."""
+_CONGESTION = b"cubic"
+"""Where the kernel has it: a dozen neighbours send to one slow line at once, and BBR, which takes
+the losses there for no news, sent a third of a learner's bytes twice."""
 _RTT_OFFSET = 68
 """`tcpi_rtt`, microseconds, in Linux's `struct tcp_info`."""
 
@@ -36,6 +39,9 @@ def tune(sock: socket.socket) -> None:
         if (option := getattr(socket, name, None)) is not None:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    if (option := getattr(socket, "TCP_CONGESTION", None)) is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, _CONGESTION)
 
 
 class TlsSocket:

@@ -319,6 +319,9 @@ class Download:
             due = Choice(target, self._peers, self._learner, self._rng, now_s).due()
         for index, holder, wait_s in due:
             ref = target.ref(index)
+            if ref.digest in target.flights:  # had of another before its turn comes there
+                flight = self._land(ref.digest, here=False)
+                effects.append(Cancel(peer=flight.peer, digest=ref.digest))
             timeout_s = holder.deadline_s(ref) + wait_s
             target.fly(index, holder.peer, now_s, timeout_s, wait_s)
             effects.append(Ask(peer=holder.peer, ref=ref, timeout_s=timeout_s, wait_s=wait_s))
@@ -349,7 +352,7 @@ class Download:
         if not target.refs or now_s < target.poll_at_s:
             return
         target.poll_at_s = now_s + limits.HOLDINGS_INTERVAL_S * self._rng.uniform(0.75, 1.25)
-        if not target.missing or (queues is not None and not queues.loose):
+        if not target.missing or (queues is not None and not queues.loose(now_s)):
             return
         for holder in neighbours_to_ask(
             target, self._peers.values(), self._learner, self._rng, now_s

@@ -122,9 +122,14 @@ class Forest:
         self._inner = sorted(
             {node for stripe in stripes for node in (stripe.home, *stripe.children)}
         )
+        self._forwarding = {nodes[number] for number in self._inner}
 
     def __contains__(self, node: NodeId) -> bool:
         return node in self._numbers
+
+    def forwards(self, node: NodeId) -> bool:
+        """It passes chunks on by this plan; the others are slow, or behind a relay."""
+        return node in self._forwarding
 
     @property
     def depth(self) -> int:
@@ -156,11 +161,11 @@ class Forest:
     def source_of(self, node: NodeId, index: int, well: Callable[[NodeId], bool]) -> NodeId:
         """From whom `node` gets chunk `index` when only those are left that `well` says.
 
-        A loss moves nobody but the children of who was lost. They ask nodes all over the tree,
-        each another one for each chunk, that do not themselves depend on a lost one. Where all
-        do, since the home is lost, its children share its place: each chunk has one heir among
-        them, who asks the learner, and the others ask the heir. Nobody waits in a circle: whom
-        a node asks does not depend on it, or comes before it in one order for that chunk.
+        A loss moves nobody but the children of who was lost. They ask forwarding nodes all over
+        the tree, each another one for each chunk, that do not themselves depend on a lost one.
+        Where all do, since the home is lost, its children share its place: each chunk has one heir
+        among them, who asks the learner, and the others ask the heir. Nobody waits in a circle:
+        whom a node asks does not depend on it, or comes before it in one order for that chunk.
         """
         stripe = self.stripes[self.stripe_of(index)]
         place = me = self._numbers[node]
@@ -169,7 +174,7 @@ class Forest:
             return self.learner if parent < 0 else self.nodes[parent]
         begin = (index * _GOLDEN ^ self._hashes[me]) * _GOLDEN >> 7
         for step in range(ALTERNATES_TRIED):
-            other = (begin + step * _STRIDE) % len(self.nodes)
+            other = self._inner[(begin + step * _STRIDE) % len(self._inner)]
             if other != me and self._sound(stripe, other, me, well):
                 return self.nodes[other]
         while (parent := stripe.parents[place]) >= 0:
@@ -217,12 +222,10 @@ class Forest:
         if not children:
             return None
         begin = ((index + 1) * _GOLDEN & 0xFFFFFFFF) * len(children) >> 32
-        for step in range(len(children)):
-            child = children[(begin + step) % len(children)]
-            found = self._occupant(stripe, child, index, well, me)
-            if found is not None:
-                return found
-        return None
+        ranked = [*children[begin:], *children[:begin]]
+        ranked.sort(key=lambda child: self.nodes[child] not in self._forwarding)
+        heirs = (self._occupant(stripe, child, index, well, me) for child in ranked)
+        return next((heir for heir in heirs if heir is not None), None)
 
 
 @lru_cache(maxsize=4)

@@ -31,17 +31,19 @@ MISSES_MAX = 2
 their plans differ."""
 BUSY_MAX = 3
 FIRST_WINDOW = 2
-"""Chunks asked for at once of a parent that has delivered nothing yet; one more for each that
-comes: who plans before everybody has come does not burden the learner much."""
+"""Chunks asked for at once of a parent that has never delivered; one more for each that comes: who
+plans before everybody has come does not burden the learner much."""
 STRAYS_OF_ONE_MAX = 2
 STRAYS_MAX = 16
 """Chunks of one parent that are sought elsewhere at once."""
 STEALS_MAX = 8
 """Chunks asked past a slow parent at once."""
-LAGGING_SHARE = 4
-"""When all but one queue in so many are empty, the rest lag behind."""
+FEW_PARENTS = 4
+"""With fewer, a slow one is not gone around before others have what it should send."""
 STEAL_WORTH_S = 1.0
 """What comes within this time by itself is not worth another's uplink."""
+STEAL_FAR_S = 10.0
+"""What takes longer is sought even where nobody is known to have it."""
 LATE_PASS_S = 10.0
 LOST_PASS_S = 2.0
 """A late or lost parent is gone around for so long, and for longer each time."""
@@ -203,10 +205,9 @@ class Queues:
         """When something is due that nobody will report."""
         return self._later[0][0] if self._later else float("inf")
 
-    @property
-    def loose(self) -> bool:
+    def loose(self, now_s: float) -> bool:
         """Something does not come by its planned way: it helps to know what others hold."""
-        return bool(self._astray or self._once or self.sources.at_a_loss)
+        return bool(self._astray or self._once or self.sources.at_a_loss) or self._in_tail(now_s)
 
     # --- what to ask ---------------------------------------------------------------------------
 
@@ -219,7 +220,9 @@ class Queues:
             else:
                 self.add((index,))
         while self._awake and len(self._target.flights) < limits.FETCH_IN_FLIGHT_MAX:
-            peer = next(iter(self._awake))
+            # What the learner sends is what others wait for.
+            learner = self.forest.learner
+            peer = learner if learner in self._awake else next(iter(self._awake))
             del self._awake[peer]
             if now_s < self.sources.holder(peer).cool_until_s:
                 continue
@@ -245,8 +248,9 @@ class Queues:
             count, most = flying[peer], STRAYS_OF_ONE_MAX
             if not astray:
                 count = target.flights_count(peer) - count
-                window = self.waits.window(target.ref(queue[0]), self._parents)
-                most = min(window, FIRST_WINDOW + self._delivered[peer])
+                most = self.waits.window(target.ref(queue[0]), holder, self._parents)
+                if holder.pace.s_per_byte is None:
+                    most = min(most, FIRST_WINDOW + self._delivered[peer])
             if count >= most or not self._room(peer):
                 if len(target.flights) >= limits.FETCH_IN_FLIGHT_MAX:
                     self._awake[peer] = None
@@ -274,46 +278,78 @@ class Queues:
                 self._stray(index, now_s)
             heapq.heappop(queue)
 
+    def _in_tail(self, now_s: float) -> bool:
+        """Some parent beside the learner has time for others."""
+        return any(self._is_free(peer) and self.sources.well(peer, now_s) for peer in self._queues)
+
+    def _is_free(self, peer: NodeId) -> bool:
+        """It has delivered all that was to come from it as a parent, or all that did not go
+        around it: one that has delivered nothing is not asked for more."""
+        delivered = self._delivered[peer] and peer != self.forest.learner
+        return bool(delivered) and self._is_done(peer)
+
+    def _is_done(self, peer: NodeId) -> bool:
+        """Nothing waits for it, or is awaited of it, as a parent."""
+        return not self._queues.get(peer) and not self._awaited(peer)
+
+    def _awaited(self, peer: NodeId) -> int:
+        """Chunks in flight that `peer` was asked for as their parent."""
+        return self._target.flights_count(peer) - self._strays_flying[peer]
+
     def _steals(self, now_s: float) -> Iterator[tuple[int, Holder, float]]:
-        """Near the end: what waits for a slow parent is asked of others, once each."""
+        """The tail: what waits for a slower parent, asked or not, is asked of others, once each."""
         target = self._target
-        if target.missing - len(target.flights) <= 0 or self._parents < 2:
+        if not target.missing or len(self._stolen) >= STEALS_MAX or not self._in_tail(now_s):
             return
-        lagging = [peer for peer, queue in self._queues.items() if queue]
-        if len(lagging) * LAGGING_SHARE > self._parents and len(lagging) > 1:
-            return
-        for peer in lagging:
-            queue = self._queues[peer]
+        for peer in [peer for peer in self._queues if not self._is_done(peer)]:
             pace = self.sources.holder(peer).pace.s_per_byte
-            if pace is not None and len(queue) * pace * target.ref(queue[0]).size_bytes < (
-                STEAL_WORTH_S
-            ):
-                continue
-            for index in sorted(queue, reverse=True):
-                if len(self._stolen) >= STEALS_MAX:
-                    return
-                if not target.wants(index) or index in self._once or index in self._tried:
+            waiting = sorted(self._queues[peer], reverse=True)
+            ahead = self._awaited(peer)
+            for position, index in enumerate([*waiting, *self._behind(peer)]):
+                rest_s = STEAL_FAR_S
+                if pace is not None:
+                    # Each that is stolen or looked at before it has one fewer in front.
+                    rest_s = pace * target.ref(index).size_bytes * (len(waiting) + ahead - position)
+                if rest_s <= STEAL_WORTH_S or len(self._stolen) >= STEALS_MAX:
+                    break
+                if index in self._once or index in self._tried:
                     continue
-                other = self._past(index, peer, now_s)
+                if position < len(waiting) and not target.wants(index):
+                    continue
+                other = self._past(index, peer, now_s, far=rest_s >= STEAL_FAR_S)
                 if other is None or self._strays_flying[other.peer] >= STRAYS_OF_ONE_MAX:
-                    break
+                    continue
                 if not self._room(other.peer):
-                    break
+                    continue
+                yield index, other, self._wait_s(other, index)
                 self._stolen.add(index)
                 self._once.add(index)
                 self._out.add(index)
                 self._strays_flying[other.peer] += 1
-                yield index, other, self._wait_s(other, index)
 
-    def _past(self, index: int, peer: NodeId, now_s: float) -> Holder | None:
-        """Who else may deliver what waits for `peer`."""
-        other = self.sources.other(index, self._tried.get(index, ()), now_s, beside=peer)
-        if other is not None or peer == self.forest.learner or self._parents < LAGGING_SHARE:
+    def _behind(self, peer: NodeId) -> list[int]:
+        """What is awaited of a parent behind the chunk that it is sending, the newest first."""
+        flights = [self._target.flights[digest] for digest in self._target.flights_of(peer)]
+        flights = [flight for flight in flights if flight.index not in self._out]
+        flights.sort(key=lambda flight: (-flight.asked_s, -flight.index))
+        return [flight.index for flight in flights[:-1]]
+
+    def _past(self, index: int, peer: NodeId, now_s: float, *, far: bool) -> Holder | None:
+        """Who else may deliver what waits for `peer`; if the wait is `far` too long, who can get
+        it."""
+        busy = {at for at in self._queues if not self._is_free(at)}
+        other = self.sources.other(index, busy.union(self._tried.get(index, ())), now_s)
+        if other is not None and not self.forest.forwards(other.peer):
+            other = None  # slow, or behind a relay: its child would wait longer than for `peer`
+        if other is not None or not far or not self._target.wants(index):
             return other
+        if peer == self.forest.learner or self._parents < FEW_PARENTS:
+            return None
         source = self.forest.source_of(
-            self._node, index, lambda at: at != peer and self.sources.well(at, now_s)
+            self._node, index, lambda at: at not in busy and self.sources.well(at, now_s)
         )
-        return self.sources.holder(source) if self.sources.well(source, now_s) else None
+        fit = source == self.forest.learner or self.forest.forwards(source)
+        return self.sources.holder(source) if fit and self.sources.well(source, now_s) else None
 
     # --- whom to ask ---------------------------------------------------------------------------
 

@@ -100,14 +100,9 @@ class Sources:
         ]
         return self._rng.choice(fit) if fit else None
 
-    def other(
-        self,
-        index: int,
-        tried: Collection[NodeId],
-        now_s: float,
-        beside: NodeId | None = None,
-    ) -> Holder | None:
-        """The least asked of a few that are known to hold `index`, the learner left aside."""
+    def other(self, index: int, tried: Collection[NodeId], now_s: float) -> Holder | None:
+        """The least asked of a few that are known to hold `index`, the learner left aside; nodes
+        that the forest spares only where nobody else has it."""
         if index == MANIFEST_INDEX or not (self.keepers or self.sharers):
             return None
         known = list(self.sharers.values())
@@ -120,11 +115,15 @@ class Sources:
             holder
             for holder in known
             if holder.peer not in tried
-            and holder.peer != beside
             and holder.has(index, now_s, learner, patch=self._target.is_patch(index))
             and self.well(holder.peer, now_s)
         ]
-        return min(fit, key=lambda holder: self._target.flights_count(holder.peer), default=None)
+
+        def burden(holder: Holder) -> tuple[bool, int]:
+            peer = holder.peer
+            return not self._forest.forwards(peer), self._target.flights_count(peer)
+
+        return min(fit, key=burden, default=None)
 
     def well(self, peer: NodeId, now_s: float) -> bool:
         """Worth waiting for."""

@@ -5,6 +5,8 @@ Used by `core.queues` and `core.fetch` for one version, with the paces of all ve
 
 from __future__ import annotations
 
+import math
+
 from echo2_mesh import limits
 from echo2_mesh.core.forest import Forest
 from echo2_mesh.core.swarm import RATE_BYTES_PER_S_MIN, Flight, Holder, Pace
@@ -16,6 +18,9 @@ HOPS_WAITED = 3.0
 """A parent may wait for a chunk as long as it takes over so many levels."""
 FILLS_WAITED = 4.0
 """It may say that it waits for so many times as long as a chunk takes from top to bottom."""
+WINDOW_S = 1.5
+"""So long a parent is kept busy at its own pace: what is asked of it sooner than needed cannot be
+had of others when it turns out to be slow."""
 SLACK_PACES = 4.0
 UNKNOWN_PACES = 2.0
 """A peer that has delivered nothing yet may be slower than the others by this factor."""
@@ -33,17 +38,18 @@ class Waits:
         self._pace = pace
         self._windows: dict[tuple[int, int], int] = {}
 
-    def window(self, ref: ChunkRef, sources: int) -> int:
-        """Chunks like `ref` awaited of one of `sources` at once."""
-        if (known := self._windows.get((ref.size_bytes, sources))) is not None:
-            return known
-        count = -(-limits.FETCH_WINDOW_BYTES // max(1, ref.size_bytes))
-        share = limits.FETCH_IN_FLIGHT_MAX // sources
-        window = self._windows[ref.size_bytes, sources] = max(
-            limits.FETCH_IN_FLIGHT_PER_PEER_MIN,
-            min(count, share, limits.FETCH_IN_FLIGHT_PER_PEER_MAX),
-        )
-        return window
+    def window(self, ref: ChunkRef, holder: Holder, sources: int) -> int:
+        """Chunks like `ref` awaited at once of `holder`, one of `sources`."""
+        size_bytes = max(1, ref.size_bytes)
+        most = self._windows.get((size_bytes, sources))
+        if most is None:
+            count = -(-limits.FETCH_WINDOW_BYTES // size_bytes)
+            share = limits.FETCH_IN_FLIGHT_MAX // sources
+            most = min(count, share, limits.FETCH_IN_FLIGHT_PER_PEER_MAX)
+            self._windows[size_bytes, sources] = most
+        if s_per_byte := holder.pace.s_per_byte:
+            most = min(most, math.ceil(WINDOW_S / (s_per_byte * size_bytes)))
+        return max(limits.FETCH_IN_FLIGHT_PER_PEER_MIN, most)
 
     def wait_s(self, ref: ChunkRef) -> float:
         """How long a source that does not have it yet may wait for it."""

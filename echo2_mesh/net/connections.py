@@ -26,6 +26,7 @@ from echo2_mesh.errors import PeerError, UsageError
 from echo2_mesh.identity import public_key_of
 from echo2_mesh.net import guards, streams
 from echo2_mesh.net.host import parse_address
+from echo2_mesh.net.thrift import heard_s
 from echo2_mesh.wire.types import NodeId
 
 log = logging.getLogger("echo2.net")
@@ -298,10 +299,12 @@ class Connections:
         self._nursery.start_soon(self.bury, tuple(connections), SUSPECT_TIMEOUT_S)
 
     async def watch(self) -> None:
-        """Ping every connection now and then: a half-open one never fails by itself."""
+        """Ping every silent connection now and then: a half-open one never fails by itself."""
         while True:
             await trio.sleep(WATCH_INTERVAL_S)
-            await self.bury(self._network.get_connections(), WATCH_TIMEOUT_S)
+            since_s = trio.current_time() - WATCH_INTERVAL_S
+            silent = [c for c in self._network.get_connections() if heard_s(c) < since_s]
+            await self.bury(silent, WATCH_TIMEOUT_S)
 
 
 class _Notifee:

@@ -42,9 +42,10 @@ GOSSIP_WINDOW_HEARTBEATS = 6
 INBOUND_RPC_BYTES_MAX = 1 * limits.MIB + 64 * limits.KIB
 """The sender splits at 1 MiB; several messages may share one RPC."""
 SEEN_TTL_S = 120
+assert guards.GOSSIP_TURNS < GOSSIP_WINDOW_HEARTBEATS
 VALIDATORS_MAX = 8
 PUBLISH_TIMEOUT_S = 5.0
-SUBSCRIPTIONS_REPEAT_S = 5.0
+SUBSCRIPTIONS_REPEAT_S = 15.0
 """The library says once per stream what it subscribes to, and forgets what a peer said when its
 own stream to that peer breaks, though the peer's stream lives on and repeats nothing."""
 

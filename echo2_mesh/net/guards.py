@@ -51,7 +51,11 @@ STREAMS_PER_PEER_MAX = 64
 STREAMS_MAX = 1024
 RESET_TIMEOUT_S = 2.0
 PORTS_KEPT = 1024
-GOSSIP_PEERS_MIN = 6
+GOSSIP_PEERS_MIN = 2
+GOSSIP_TURNS = 4
+"""Recent messages are offered to everybody outside the mesh in so many heartbeats, within the
+window of `net.gossip`."""
+NEVER_TOLD: tuple[int, frozenset[Any]] = (-1, frozenset())
 MESH_YOUTH_HEARTBEATS = 4
 
 assert INBOUND_PER_IP_MAX < limits.CONNECTIONS_MAX - limits.CONNECTIONS_MIN
@@ -245,20 +249,28 @@ def guard_gossip(router: Any) -> None:
     """Offer (IHAVE) recent messages to every peer of a topic that may have missed them.
 
     Those are the peers outside the mesh, in back-off or not, and those that entered it only a few
-    heartbeats ago: what was sent just before is in nobody's plan for them.
+    heartbeats ago: what was sent just before is in nobody's plan for them. They take turns, so that
+    each is offered everything within the window, and nothing twice: offered anew at each heartbeat
+    to each, that was a third of an idle fleet's bytes.
     """
     spoken = set(router.protocols)
     ages: dict[tuple[str, Any], int] = {}
+    told: dict[tuple[str, Any], tuple[int, frozenset[Any]]] = {}
+    turns = itertools.count()
 
     def gossip_heartbeat() -> dict[Any, dict[str, list[Any]]]:
         offers: dict[Any, dict[str, list[Any]]] = defaultdict(dict)
+        turn = next(turns)
         present = {(topic, peer) for topic, peers in router.mesh.items() for peer in peers}
         for key in [key for key in ages if key not in present]:
             del ages[key]
         for key in present:
             ages[key] = ages.get(key, 0) + 1
+        for topic, peer in list(told):
+            if peer not in router.pubsub.peer_topics.get(topic, ()):
+                del told[topic, peer]
         for topic in {*router.mesh, *router.fanout}:
-            known = router.mcache.window(topic)
+            known = frozenset(router.mcache.window(topic))
             inside = {
                 peer
                 for peer in router.mesh.get(topic) or router.fanout.get(topic) or ()
@@ -270,9 +282,12 @@ def guard_gossip(router: Any) -> None:
                 if peer not in inside and router.peer_protocol.get(peer) in spoken
             ]
             if known and others:
-                count = min(len(others), max(GOSSIP_PEERS_MIN, len(others) // 4))
-                for peer in random.sample(others, count):
-                    offers[peer][topic] = list(known)
+                random.shuffle(others)
+                others.sort(key=lambda peer: told.get((topic, peer), NEVER_TOLD)[0])
+                for peer in others[: max(GOSSIP_PEERS_MIN, -(-len(others) // GOSSIP_TURNS))]:
+                    if news := known - told.get((topic, peer), NEVER_TOLD)[1]:
+                        offers[peer][topic] = list(news)
+                    told[topic, peer] = (turn, known)
         return offers
 
     router.gossip_heartbeat = gossip_heartbeat

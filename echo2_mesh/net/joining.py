@@ -46,9 +46,14 @@ from echo2_mesh.wire.types import NodeId
 
 WATCH_INTERVAL_S = 0.2
 CATCH_UP_INTERVAL_S = 4.0
+CATCH_UP_CALM_S = 20.0
+"""The same while everybody is heard of: what gossip lost is then at most this old."""
 CATCH_UP_TIMEOUT_S = 5.0
 DISCOVERY_FIRST_S = 1.0
 DISCOVERY_TIMEOUT_S = 10.0
+DISCOVERY_SETTLED_S = 120.0
+"""Lookups become as rare as this while the learner is connected: each asks every server of a small
+fleet."""
 PROVIDE_INTERVAL_S = 120.0
 REMEMBER_INTERVAL_S = 2.0
 REMEMBERED_MAX = 256
@@ -246,18 +251,16 @@ class Joining:
 
     async def _mingle(self) -> None:
         """Gossip loses messages: now and then ask one neighbour, a silent one first."""
+        calm_s = trio.current_time()
         while True:
             await trio.sleep(CATCH_UP_INTERVAL_S * self._rng.uniform(0.75, 1.25))
-            connected = self._carrier.connected()
-            silent = [
-                member.node
-                for member in self.members()
-                if member.node in connected and member.standing is not Standing.UP
-            ]
-            choice = silent or sorted(connected)
-            if not choice:
+            connected, now_s = self._carrier.connected(), trio.current_time()
+            unwell = [m.node for m in self.members() if m.standing is Standing.SUSPECT]
+            if not connected or (not unwell and now_s - calm_s < CATCH_UP_CALM_S):
                 continue
-            node = self._rng.choice(choice)
+            calm_s = now_s
+            silent = [node for node in unwell if node in connected]
+            node = self._rng.choice(silent or sorted(connected))
             if not await self._catch_up(node) and node in silent:
                 # A connection that says nothing and answers nothing is a corpse.
                 await self._carrier.disconnect(node)
@@ -335,15 +338,16 @@ class Joining:
                         bounded = places[: limits.ADDRESSES_MAX]
                         await self._driver.post(AddressesKnown(node=node, addresses=bounded))
             at_home = self._learner in {self._carrier.node, *self._carrier.connected()}
-            pause_s = limits.DISCOVERY_INTERVAL_S if at_home else pause_s
+            if at_home:
+                pause_s = min(max(2 * pause_s, limits.DISCOVERY_INTERVAL_S), DISCOVERY_SETTLED_S)
+            else:
+                pause_s = min(1.5 * pause_s, limits.DISCOVERY_INTERVAL_S)
             with trio.move_on_after(pause_s * self._rng.uniform(0.8, 1.2)):
                 await self._look_around.wait()
             lonely = self._look_around.is_set()
             self._look_around = trio.Event()
-            pause_s = (
-                DISCOVERY_FIRST_S if lonely else min(pause_s * 1.5, limits.DISCOVERY_INTERVAL_S)
-            )
             if lonely:
+                pause_s = DISCOVERY_FIRST_S
                 provided_s = min(provided_s, trio.current_time() - PROVIDE_INTERVAL_S)
 
     # --- memory --------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class Rebuilding:
         """Job number -> data chunks, of the current route."""
         self._number = 0
         self._wake = trio.Event()
+        self._forgotten = trio.Event()
+        """The version that is being made is given up."""
         self._deaths = 0
         self._failures = 0
         self.last_error = ""
@@ -97,6 +99,8 @@ class Rebuilding:
 
     def forget(self) -> None:
         """Nothing is to be made any more; what is under way may still land in the store."""
+        self._forgotten.set()
+        self._forgotten = trio.Event()
         self._manifest = None
         self._rebuild = None
         self._patch_chunks = {}
@@ -249,7 +253,7 @@ class Rebuilding:
         if outcome.bad or outcome.lost:
             indices_wanted = frozenset((*outcome.bad, *outcome.lost))
             await self._post(WantMore(manifest=name, indices=indices_wanted))
-        if outcome.undone:
+        if outcome.undone and self._manifest is manifest:
             await self._retry(name, outcome)
         else:
             self._failures = 0
@@ -259,10 +263,11 @@ class Rebuilding:
         """This host could not store a chunk (its disk is full): make room, wait, try again."""
         self._guard.counters["store_failures"] += 1
         self.last_error = outcome.failure
+        forgotten = self._forgotten
         await self._workers.run(self._store.trim)
-        await trio.sleep(
-            backoff_s(self._failures, first_s=RETRY_FIRST_S, longest_s=RETRY_LONGEST_S)
-        )
+        pause_s = backoff_s(self._failures, first_s=RETRY_FIRST_S, longest_s=RETRY_LONGEST_S)
         self._failures += 1
+        with trio.move_on_after(pause_s):  # no later version waits for this one
+            await forgotten.wait()
         if self._name == name and self._rebuild is not None:
             self._enqueue(outcome.undone)

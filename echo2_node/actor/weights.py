@@ -10,6 +10,7 @@ blob since, it is fetched again. `actor.daemon` runs it.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ import structlog
 import trio
 
 from echo2_mesh.chunks import ChunkStore
+from echo2_mesh.core.machine import backoff_s
 from echo2_mesh.errors import Echo2Error, LocalError, PeerError, UsageError
 from echo2_mesh.mesh import Mesh, ReadyVersion
 from echo2_mesh.wire.messages import ChunkRef, Manifest, VersionSpan
@@ -35,6 +37,8 @@ from echo2_node.tokens import TokenCodec, template_digest, tokenizer_digest
 log = structlog.get_logger()
 
 INSTALL_RETRY_S = 5.0
+INSTALL_RETRY_S_MAX = 60.0
+"""The same version is tried less and less often: each try stops generation."""
 INSTALLS_SHOWN_MAX = 8
 REFUSED_REMEMBERED_MAX = 64
 
@@ -147,7 +151,7 @@ class Weights:
         """Install every newer version on `engine` until cancelled.
 
         A fresh engine has nothing installed, so it starts with the newest known version. A
-        version that fails to install or to prove itself is tried again after a pause and
+        version that fails to install or to prove itself is tried again after growing pauses and
         overtaken by the next one; meanwhile leases are taken under the version before, if the
         engine still has it or takes it again.
 
@@ -158,13 +162,18 @@ class Weights:
         await self.wait_first()
         with contextlib.suppress(trio.WouldBlock):
             self._take(self._versions.receive_nowait())
+        failures = 0
         while True:
             assert self.newest is not None
-            if await self._install(engine, self.newest):
+            pause_s = math.inf
+            if not await self._install(engine, self.newest):
+                pause_s = backoff_s(
+                    failures, first_s=INSTALL_RETRY_S, longest_s=INSTALL_RETRY_S_MAX
+                )
+                failures += 1
+            with trio.move_on_after(pause_s):
                 self._take(await self._versions.receive())
-            else:
-                with trio.move_on_after(INSTALL_RETRY_S):
-                    self._take(await self._versions.receive())
+                failures = 0
 
     def _take(self, ready: ReadyVersion) -> None:
         self.newest = ready

@@ -31,7 +31,7 @@ from echo2_mesh.wire.types import PolicyVersion, Role
 from tests.e2e.rogue_bulk import CHUNK_BYTES_MIN, FAULT_FILE, LIES_FILE
 
 LINE_BYTES_MAX = 1 << 20
-POLL_S = 0.1
+POLL_S = 0.25
 
 
 def say(event: str, **fields: Any) -> None:

@@ -122,3 +122,17 @@ def test_the_bound_is_the_tightest_of_three():
     assert lower_bound_s(100.0, 10.0, [100.0] * 4, [100.0] * 4) == 10.0
     assert lower_bound_s(100.0, 1000.0, [100.0] * 4, [5.0] * 4) == 20.0
     assert lower_bound_s(100.0, 20.0, [5.0] * 4, [100.0] * 4) == 10.0
+
+
+def test_nobody_is_sent_to_a_slow_node_while_a_fit_one_is_left():
+    slow = Seat(node=NodeId("slow"), uplink_bytes_per_s=1e5)
+    forest = plan((*fleet(*[1e6] * 10), slow), LEARNER)
+    assert not forest.forwards(slow.node)
+    assert all(forest.forwards(node) for node in forest.nodes if node != slow.node)
+    for lost in forest.nodes:
+
+        def well(at, lost=lost):
+            return at != lost
+
+        for node in forest.nodes:
+            assert slow.node not in {forest.source_of(node, i, well) for i in range(60)}
