@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from echo2_mesh import limits
@@ -61,6 +62,7 @@ class Lane:
         self._stray_bytes = 0
         self._starved: Frame | None = None
         self._rests = {READ: False, WRITE: False}
+        self._wakes = {READ: partial(self._wake, READ), WRITE: partial(self._wake, WRITE)}
 
     @property
     def idle(self) -> bool:
@@ -121,6 +123,8 @@ class Lane:
         self.closed = True
         if self.blocked:
             self._hub.note_blocked(-1)
+        for direction, wake in self._wakes.items():
+            self._hub.turns[direction].leave(wake)
         self._hub.loop.forget(self._tls.sock)
         self._tls.close()
         self._answers.clear()
@@ -175,12 +179,11 @@ class Lane:
         if self._rests[direction]:
             return
         self._rests[direction] = True
+        self._hub.turns[direction].wait(self._wakes[direction])
 
-        def wake() -> None:
-            self._rests[direction] = False
-            self._guarded(self._pump if direction == WRITE else self._take)
-
-        self._hub.turns[direction].wait(wake)
+    def _wake(self, direction: int) -> None:
+        self._rests[direction] = False
+        self._guarded(self._pump if direction == WRITE else self._take)
 
     # --- outward -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ line is, from spells in which there was always something to move. Time is an arg
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -87,6 +88,11 @@ class Turnstile:
         self._waiting.append(turn)
         self._arm()
 
+    def leave(self, turn: Callable[[], None]) -> None:
+        """It waits no more: under a low cap a grain is long in coming, and lanes come and go."""
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(turn)
+
     def _arm(self) -> None:
         if self._waiting and not self._armed:
             self._armed = True
@@ -95,7 +101,8 @@ class Turnstile:
     def _open(self) -> None:
         self._armed = False
         for _ in range(len(self._waiting)):
-            if not self._bucket.ready(self._now_s()):
+            # Whose turn it is may make others leave.
+            if not self._waiting or not self._bucket.ready(self._now_s()):
                 break
             self._waiting.popleft()()
         self._arm()

@@ -250,3 +250,32 @@ def test_a_refusal_says_how_long_until_the_bucket_is_ready():
     assert wait_s == pytest.approx(0.75 * GRAIN_S)
     assert not bucket.ready(0.25 * GRAIN_S + 0.9 * wait_s)
     assert bucket.ready(0.25 * GRAIN_S + 1.001 * wait_s)
+
+
+def test_who_left_is_not_called_and_not_kept():
+    """Under a tiny cap a grain is hours away; lanes that come and go meanwhile must not pile up."""
+    clock, _, turns = turnstile(rate=1.0)
+    served = []
+    stayed = lambda: served.append("stayed")  # noqa: E731
+    turns.wait(stayed)
+    for _ in range(1000):
+        left = lambda: served.append("left")  # noqa: E731
+        turns.wait(left)
+        turns.leave(left)
+        turns.leave(left)
+    assert len(turns._waiting) == len(clock.timers) == 1
+    clock.step()
+    assert served == ["stayed"]
+
+
+def test_a_turn_may_make_others_leave():
+    """A lane that breaks may take its neighbours along."""
+    clock, _, turns = turnstile()
+    served = []
+    others = [lambda: served.append("other") for _ in range(3)]
+    turns.wait(lambda: [turns.leave(other) for other in others])
+    for other in others:
+        turns.wait(other)
+    clock.step()
+    assert served == []
+    assert not clock.timers
