@@ -9,7 +9,7 @@ Found by counting in an idle fleet of thirteen nodes, whose control traffic took
 - `thrifty_records`   every gossip message carries its sender's signed addresses, which are made,
                       parsed and verified each time though they hardly ever change;
 - `thrifty_writes`    and which were a quarter of what such a message weighs: they are sent once
-                      on each stream, and again when they change;
+                      on each stream, and again when they change or have to be verified anew;
 - `thrifty_probes`    a connection that was just heard needs no ping: `heard_s` says when that was.
 
 Nothing here changes what is said; a host without it understands a host with it.
@@ -29,7 +29,7 @@ from libp2p.stream_muxer.yamux.yamux import YamuxStream
 RECORD_MADE_S = 1.0
 """Own addresses are looked up at most so often."""
 RECORD_TRUSTED_S = 600.0
-"""A record seen again unchanged is verified anew after so long; the library keeps it two hours."""
+"""A record is sent again, and verified anew, after so long; the library keeps it two hours."""
 RECORDS_MAX = 4096
 
 
@@ -91,19 +91,21 @@ def thrifty_records() -> None:
 
 
 def thrifty_writes() -> None:
-    """Leave out of a gossip message the record that the same stream has carried before."""
+    """Leave out of a gossip message the record that the same stream carried not long ago."""
     write = pubsub.Pubsub.write_msg
 
     async def write_news(self: Any, stream: Any, rpc: Any) -> bool:
-        record = rpc.senderRecord
-        if record and getattr(stream, "told_record", None) == record:
+        record, now_s = rpc.senderRecord, time.monotonic()
+        told, told_s = getattr(stream, "told_record", (b"", now_s))
+        told_lately = told == record and now_s - told_s < RECORD_TRUSTED_S
+        if record and told_lately:
             without = type(rpc)()
             without.CopyFrom(rpc)  # others are sent the same message
             without.ClearField("senderRecord")
             rpc = without
         written: bool = await write(self, stream, rpc)
-        if written and record:
-            stream.told_record = record
+        if written and record and not told_lately:
+            stream.told_record = (record, now_s)
         return written
 
     pubsub.Pubsub.write_msg = write_news

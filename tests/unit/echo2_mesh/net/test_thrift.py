@@ -134,6 +134,19 @@ async def test_a_record_goes_once_on_each_stream_and_again_when_it_has_changed(w
     assert await wire.send(stream_named("one"), rpc_of(b"old")) == b"old", "a stream made anew"
 
 
+async def test_a_record_is_sent_again_when_it_has_to_be_verified_anew(wire, untouched):
+    """The library forgets a record after two hours, however long the stream lives."""
+    now = SimpleNamespace(s=1000.0)
+    untouched.setattr(thrift.time, "monotonic", lambda: now.s)
+    stream = stream_named("one")
+    assert await wire.send(stream, rpc_of(b"old")) == b"old"
+    now.s += thrift.RECORD_TRUSTED_S - 1.0
+    assert await wire.send(stream, rpc_of(b"old")) is None
+    now.s += 1.0
+    assert await wire.send(stream, rpc_of(b"old")) == b"old"
+    assert await wire.send(stream, rpc_of(b"old")) is None
+
+
 async def test_a_message_without_a_record_forgets_nothing(wire):
     stream = stream_named("one")
     assert await wire.send(stream, rpc_of(None)) is None
