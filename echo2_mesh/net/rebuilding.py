@@ -253,11 +253,11 @@ class Rebuilding:
         if outcome.bad or outcome.lost:
             indices_wanted = frozenset((*outcome.bad, *outcome.lost))
             await self._post(WantMore(manifest=name, indices=indices_wanted))
-        if outcome.undone and self._manifest is manifest:
-            await self._retry(name, outcome)
-        else:
+        if not outcome.undone:
             self._failures = 0
             self.last_error = ""
+        elif self._manifest is manifest:
+            await self._retry(name, outcome)
 
     async def _retry(self, name: Digest, outcome: Outcome) -> None:
         """This host could not store a chunk (its disk is full): make room, wait, try again."""

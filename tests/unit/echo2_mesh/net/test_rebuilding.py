@@ -17,6 +17,7 @@ from echo2_mesh.net import rebuilding as shell
 from echo2_mesh.net.blobs import Workers
 from echo2_mesh.net.driver import Guard
 from echo2_mesh.net.rebuilding import Rebuilding
+from echo2_mesh.rebuild import Outcome
 from echo2_mesh.testing import make_patch
 from echo2_mesh.wire.messages import ChunkRef, Manifest, Probe, TaskSpec, TensorSpan
 from echo2_mesh.wire.types import ChunkKind, Digest, PolicyVersion
@@ -173,3 +174,30 @@ async def test_a_version_that_was_dropped_has_no_say_any_more(tmp_path):
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(trio.WouldBlock):
             world.posted.receive_nowait()
+
+
+async def test_a_full_disk_holds_up_no_later_version(tmp_path, monkeypatch):
+    """The pause belongs to the version that could not be stored, not to the next."""
+    world = World(tmp_path)
+    real, full = shell.worker.rebuild, [True]
+
+    def rebuild(store, job):
+        if full[0]:
+            undone = tuple(part.index for part in job.parts)
+            return Outcome(number=job.number, undone=undone, failure="The disk is full.")
+        return real(store, job)
+
+    monkeypatch.setattr(shell.worker, "rebuild", rebuild)
+    monkeypatch.setattr(shell, "RETRY_FIRST_S", 3600.0)
+    monkeypatch.setattr(shell, "RETRY_LONGEST_S", 3600.0)
+    async with opened(world, None) as rebuilding:
+        rebuilding.begin(NAME, world.manifest, world.route, world.patch_blobs)
+        with trio.fail_after(30):
+            while not world.counters["store_failures"]:
+                await trio.lowlevel.checkpoint()
+        assert rebuilding.last_error == "The disk is full."
+        full[0] = False
+        later = Digest(b"n" * 32)
+        rebuilding.begin(later, world.manifest, world.route, world.patch_blobs)
+        events = await world.events(range(6))
+    assert {event.manifest for event in events} == {later}
