@@ -56,11 +56,11 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 from bars import Bar, at_least, at_most, emit, ratio  # noqa: E402
 
+from echo2_mesh.core.forest import lower_bound_s  # noqa: E402
 from tests.e2e.forest_kit import (  # noqa: E402
     LEARNER,
     Forest,
     at_once,
-    fluid_bound_s,
     open_forest,
     plain_goodput,
 )
@@ -106,12 +106,8 @@ class Bench:
         goodput = statistics.median(goodputs) if pairs else nominal
         bounds = {}
         for name, rate in (("nominal", nominal), ("measured", goodput)):
-            bounds[name] = fluid_bound_s(
-                self.size_bytes,
-                learner_up=learner * rate / nominal,
-                ups=[rate] * len(self.names),
-                downs=[rate] * len(self.names),
-            )
+            links = [rate] * len(self.names)
+            bounds[name] = lower_bound_s(self.size_bytes, learner * rate / nominal, links, links)
         self.bound_s = bounds["measured"]
         self.figures |= {
             "size_bytes": self.size_bytes,

@@ -2,8 +2,8 @@
 
 `open_forest(hosts, folder)` starts one `forest_node` on each of `hosts`, the learner on the first;
 a `Forest` publishes versions, waits for them, disturbs nodes and asks what they counted.
-`plain_goodput` measures what one plain TCP stream gets over the same links, and `fluid_bound_s`
-says how fast any scheme could be. Used by `test_forest` and by `scripts/bench_forest.py`.
+`plain_goodput` measures what one plain TCP stream gets over the same links. Used by `test_forest`
+and by `scripts/bench_forest.py`.
 """
 
 from __future__ import annotations
@@ -291,17 +291,3 @@ def at_once(calls: Sequence[Callable[[], float]]) -> list[float]:
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
         made = [pool.submit(call) for call in calls]
     return [each.result() for each in made]
-
-
-def fluid_bound_s(
-    size_bytes: float,
-    *,
-    learner_up: float,
-    ups: Sequence[float],
-    downs: Sequence[float],
-) -> float:
-    """No scheme gets `size_bytes` to every actor sooner (Mundinger et al. 2008; Kumar and Ross
-    2006): the learner must send each byte once, the slowest downlink must carry them all, and all
-    uplinks together must send one copy for each actor. Rates in bytes/s."""
-    together = len(downs) * size_bytes / (learner_up + sum(ups))
-    return max(size_bytes / learner_up, size_bytes / min(downs), together)

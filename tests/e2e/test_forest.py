@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from tests.e2e.forest_kit import LEARNER, fluid_bound_s, open_forest
+from echo2_mesh.core.forest import lower_bound_s
+from tests.e2e.forest_kit import LEARNER, open_forest
 from tests.e2e.hosts import Link, namespaces_left, open_hosts, why_not
 
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(180)]
@@ -39,9 +40,7 @@ def test_a_version_spreads_and_a_liar_harms_nobody(tmp_path):
         ready_s = forest.wait_ready(names, timeout_s=TIMEOUT_S)
         assert set(ready_s) == set(names)
         size_bytes = published["size_bytes"]
-        bound_s = fluid_bound_s(
-            size_bytes, learner_up=5 * rate, ups=[rate] * ACTORS, downs=[rate] * ACTORS
-        )
+        bound_s = lower_bound_s(size_bytes, 5 * rate, [rate] * ACTORS, [rate] * ACTORS)
         assert bound_s < max(ready_s.values()) - published["at_s"] < SLACK * bound_s + 1
         sent = forest.hosts[LEARNER].bytes_moved()[1] - sent_before
         assert size_bytes < sent < 0.9 * ACTORS * size_bytes
