@@ -25,11 +25,9 @@ async def test_versions_travel_as_patches_and_their_spread_is_told(
             assert counters.get("bad_rebuilds", 0) == 0
         spreads = world.spreads()
         assert {spread["version"] for spread in spreads} >= set(range(1, 7))
-        # Gossip may lose the one heartbeat that told of a version before the next came.
-        counts = [spread["actors"] for spread in spreads[1:]]
-        assert set(counts) <= {2, 3}
-        assert counts.count(3) >= len(counts) - 1
         for spread in spreads[1:]:
+            # The run ends while its last versions spread: who has left by then is not counted.
+            assert spread["actors"] == 3 or spread["version"] > 6
             assert 0 < spread["first_s"] <= spread["all_s"] < 5
             assert 0 < spread["patch_bytes"] < spread["full_bytes"] / 10
         shown = world.status("learner")["dissemination"]

@@ -328,3 +328,21 @@ def test_a_parent_that_delivered_nothing_is_no_helper():
     tail.has(others[0], range(tail.count), now_s + 0.1)
     tail.handle(Woke(key="fetch"), now_s + 0.2)
     assert {ask.peer for ask in tail.stolen[before:]} == {others[0]}
+
+
+def test_a_helper_that_says_it_has_all_and_sends_nothing_holds_up_the_end_once():
+    """It delivered its own share, so it is trusted, and then goes silent on every favour."""
+    liar = FAST[0]
+    tail = everybody_busy(64, 0.6)
+    tail.has(liar, range(tail.count), 0.7)
+    end(tail, (LEARNER, *FAST), 0.7)
+    assert {ask.peer for ask in tail.stolen} == {liar}
+    now_s = 0.7
+    while tail.machine.target is not None and tail.machine.target.missing:
+        now_s += 0.5
+        assert now_s < 60.0
+        tail.handle(Woke(key="fetch"), now_s)
+        for index in [i for i, ask in tail.asks.items() if ask.peer != liar]:
+            tail.comes(index, now_s)
+    assert now_s < 30.0, "one deadline, and its own parent is asked again"
+    assert len(tail.stolen) <= STRAYS_OF_ONE_MAX
